@@ -65,11 +65,14 @@ class Child(subprocess.Popen[bytes]):
         self.spec = spec
         # Why the launcher killed it; empty if it did not.
         self.hung = ""
-        # An unlinked file: it disappears with the processes, however they end.
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._heartbeats: int | None
-        self._heartbeats, heartbeats = os.pipe()
-        os.set_blocking(self._heartbeats, False)
+        try:
+            # An unlinked file: it disappears with the processes, however they end.
+            self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+            ours, heartbeats = os.pipe()
+        except OSError as error:
+            raise StartupError(f"{spec.name} cannot be started: {error}") from None
+        self._heartbeats: int | None = ours
+        os.set_blocking(ours, False)
         # None before the first: then its silence means nothing.
         self._last_heartbeat_at: float | None = None
         self._watched_at = time.monotonic()
@@ -86,6 +89,7 @@ class Child(subprocess.Popen[bytes]):
             if spec.cores:
                 os.sched_setaffinity(0, spec.cores)
 
+        started = False
         try:
             with self._open_log() as log:
                 super().__init__(
@@ -98,6 +102,7 @@ class Child(subprocess.Popen[bytes]):
                     start_new_session=True,
                     preexec_fn=before_exec,
                 )
+            started = True
         except OSError as error:
             raise StartupError(f"{spec.name} cannot be started: {error}") from None
         except subprocess.SubprocessError:  # from `before_exec`, where only pinning can fail
@@ -105,6 +110,9 @@ class Child(subprocess.Popen[bytes]):
             raise StartupError(f"{spec.name} cannot be started: it may not run on {where}") from None
         finally:
             os.close(heartbeats)
+            if not started:  # it may be tried again and again
+                os.close(ours)
+                self._errors.close()
 
     def pids(self) -> set[int]:
         """Returns its pid and those of its descendants."""

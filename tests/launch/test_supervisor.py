@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from launch.child import ChildSpec
+from baton.core.errors import StartupError
+from launch.child import Child, ChildSpec
 from launch.console import Console
 from launch.supervisor import RETRY_S, Backoff, MemberFailed, RestartPolicy, Supervised
 
@@ -114,3 +118,22 @@ def test_startup_error_is_final_only_before_the_first_join() -> None:
 def test_other_failures_before_joining_are_retried_a_few_times() -> None:
     policy = RestartPolicy(Backoff(tries_before_joining=3))
     assert usual(policy, 1, -9, 1) == [1, 2, None]
+
+
+def test_a_process_that_gets_no_temporary_file_is_not_started_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(StartupError, match=r"^m cannot be started: .*No such file or directory"):
+        Child(ChildSpec("m", ("touch", str(tmp_path / "started"))))
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("log", [None, "missing/m.log"])
+def test_a_process_that_cannot_be_started_leaves_no_open_files(log: str | None, tmp_path: Path) -> None:
+    gc.collect()  # files of earlier tests
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(StartupError):
+            Child(ChildSpec("m", ("/no/such/program",), None if log is None else tmp_path / log))
+    assert len(os.listdir("/proc/self/fd")) <= before
