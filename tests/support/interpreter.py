@@ -142,6 +142,9 @@ class _Recorder:
                 self._builder.undo()
                 values, first = np.unique(diverged.values, return_index=True)
                 groups += [group[:, diverged.values == v] for v in values[np.argsort(-first)]]
+            except BaseException:
+                del self._paths[path_key]  # the path ends where the kernel failed: repeating it would omit the rest
+                raise
 
     def _repeat(self, path: _Path, arguments: Iterable[Any]) -> bool:
         """Returns whether the group has taken a recorded path to its end."""
