@@ -18,7 +18,7 @@ from dataclasses import fields
 
 from baton.core.errors import StartupError, Unauthenticated
 from baton.runtime.config import nearest
-from baton.runtime.token_file import read_regular
+from baton.runtime.token_file import read_start
 from coordinator.policy.quotas import ANONYMOUS, Client, KeyLimits
 
 FLAG = "--api-key-file"
@@ -116,7 +116,7 @@ SHORT = f"--api-key: a key of fewer than {MIN_CHARS} characters is easy to guess
 
 
 def _of_file(path: str) -> dict[bytes, Client]:
-    data = read_regular(path, FLAG, _MAX_BYTES + 1, secret=True)
+    data = read_start(path, FLAG, _MAX_BYTES + 1, secret=True)
     if len(data) > _MAX_BYTES:
         raise StartupError(f"{FLAG} {path}: it has more than {_MAX_BYTES} bytes")
     try:

@@ -6,7 +6,6 @@ Every problem with a file is a StartupError of one line that names it and, if an
 from __future__ import annotations
 
 import json
-import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.core.errors import StartupError
+from baton.runtime.paths import read_regular
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -150,9 +150,7 @@ def open_file(file: Path) -> Any:
 
 def read_small(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise StartupError(f"{path.name}: not a regular file (in {path.parent})")
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise StartupError(f"{path.name}: {error.strerror} (in {path.parent})") from None
 

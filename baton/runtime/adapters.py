@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import queue
-import stat
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -25,6 +24,7 @@ from baton.core.codes import ErrorCode
 from baton.core.commands import AdapterFailure, AdapterSource, AdapterStates, SetAdapters
 from baton.core.errors import BatonError, InvalidRequest, Unavailable
 from baton.runtime.frames import AdapterLoaded, DropAdapter, LoadAdapter
+from baton.runtime.paths import open_regular
 
 log = logging.getLogger("baton.adapters")
 
@@ -58,11 +58,10 @@ def read_adapter_files(path: str) -> tuple[bytes, bytes]:
 
 def _read(file: Path, limit: int) -> bytes:
     try:
-        if not stat.S_ISREG((status := os.stat(file)).st_mode):
-            raise _invalid(f"{file}: not a regular file")
-        if status.st_size > limit:
-            raise _invalid(f"{file} has {status.st_size} bytes, more than {limit}")
-        return file.read_bytes()
+        with open_regular(file) as opened:
+            if (size := os.fstat(opened.fileno()).st_size) > limit:
+                raise _invalid(f"{file} has {size} bytes, more than {limit}")
+            return opened.read(limit)
     except OSError as error:
         raise _invalid(f"{file}: {error.strerror}") from None
 

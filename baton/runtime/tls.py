@@ -19,7 +19,7 @@ import grpc
 
 from baton.core.errors import JoinRefused, StartupError
 from baton.runtime.paths import expanded
-from baton.runtime.token_file import read_regular
+from baton.runtime.token_file import read_start
 
 FLAG = "--cluster-tls-dir"
 ROLES = ("coordinator", "prefill", "decode", "operator")
@@ -106,7 +106,7 @@ def read_pem(path: Path, flag: str, *, secret: bool = False) -> bytes:
     Raises:
         StartupError: the file is missing, no PEM or too long, or `secret` and open to everybody; messages name `flag`.
     """
-    data = read_regular(str(path), flag, _MAX_BYTES + 1, secret=secret)
+    data = read_start(str(path), flag, _MAX_BYTES + 1, secret=secret)
     if b"-----BEGIN " not in data or len(data) > _MAX_BYTES:
         raise StartupError(f"{flag} {path}: not a PEM file")
     return data

@@ -7,7 +7,7 @@ import stat
 
 from baton.core.errors import StartupError
 from baton.runtime.cluster_token import FLAG
-from baton.runtime.paths import expanded
+from baton.runtime.paths import expanded, open_regular
 
 MIN_CHARS = 16
 _MAX_BYTES = 4096
@@ -21,31 +21,24 @@ def read_token(path: str) -> str:
     """
     if not path:
         return ""
-    token = read_regular(path, FLAG, _MAX_BYTES + 1, secret=True).strip()
+    token = read_start(path, FLAG, _MAX_BYTES + 1, secret=True).strip()
     if not MIN_CHARS <= len(token) <= _MAX_BYTES or not token.isascii() or b"\n" in token:
         raise StartupError(f"{FLAG} {path}: it must contain one line of at least {MIN_CHARS} ASCII characters")
     return token.decode()
 
 
-def read_regular(path: str, flag: str, limit: int, *, secret: bool) -> bytes:
-    """Returns the first `limit` bytes of a regular file; nothing of any other kind. `flag` names the option in
-    messages.
+def read_start(path: str, flag: str, limit: int, *, secret: bool) -> bytes:
+    """Returns the first `limit` bytes of a regular file. `flag` names the option in messages.
 
     Raises:
         StartupError: the file cannot be read, or is `secret` and world-readable or world-writable.
     """
     try:
-        with open(expanded(path), "rb", opener=_at_once) as file:
-            status = os.fstat(file.fileno())
-            data = file.read(limit) if stat.S_ISREG(status.st_mode) else b""
+        with open_regular(expanded(path)) as file:
+            status, data = os.fstat(file.fileno()), file.read(limit)
     except OSError as error:
         raise StartupError(f"{flag} {path}: {error.strerror or error}") from None
     if secret and status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
         mode = f"{status.st_mode & 0o777:o}"
         raise StartupError(f"{flag} {path}: it is world-readable or world-writable (mode {mode}); chmod 600")
     return data
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Opens without blocking: an ordinary open of a pipe without a writer would block for ever."""
-    return os.open(path, flags | os.O_NONBLOCK)

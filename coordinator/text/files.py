@@ -8,8 +8,6 @@ damaged file raises a one-line StartupError that names it.
 from __future__ import annotations
 
 import json
-import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import StartupError
 from baton.core.model_config import AnyConfig, parse_config, parse_config_json
+from baton.runtime.paths import read_regular
 from coordinator.text.template import ChatTemplate
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -143,10 +142,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """Raises StartupError, which names the file; also for a pipe, which would be waited for, or a device."""
+    """Returns the content of a regular file. Raises StartupError, which names it."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise StartupError(f"cannot read {path}: not a regular file")
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}") from None

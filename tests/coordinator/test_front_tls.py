@@ -112,5 +112,5 @@ def test_invalid_tls_files_are_refused_with_the_name_of_their_flag(certificate_d
     make_certificates(tmp_path / "old", ("localhost",), 1, datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
     with pytest.raises(StartupError, match=r"--tls-cert-file .*expired on 2020-01-02"):
         read_front_tls(str(tmp_path / "old" / "server.pem"), str(tmp_path / "old" / "server-key.pem"))
-    with pytest.raises(StartupError, match=r"--tls-cert-file /dev/zero: not a PEM"):
+    with pytest.raises(StartupError, match=r"--tls-cert-file /dev/zero: not a regular file"):
         read_front_tls("/dev/zero", key)

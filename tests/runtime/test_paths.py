@@ -1,14 +1,15 @@
-"""Paths that cannot be: one plain line that names them."""
+"""Paths that cannot be, and files that are no files: one plain line that names them."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from baton.core.errors import StartupError
 from baton.runtime.model_source import resolve_model, served_name
-from baton.runtime.paths import expanded
+from baton.runtime.paths import expanded, read_regular
 from baton.runtime.token_file import read_token
 
 
@@ -38,3 +39,20 @@ def test_a_path_with_nul_is_one_line() -> None:
     for read in (resolve_model, served_name, read_token):
         with pytest.raises(StartupError, match=r"^'a\\x00b': a path has no NUL$"):
             read("a\0b")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "device", "link to a pipe"])
+def test_only_regular_files_are_read_and_nothing_is_waited_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was opened counts: what a look at the path shows may be replaced before it is opened."""
+    (regular := tmp_path / "file").write_bytes(b"content")
+    assert read_regular(regular) == b"content"
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (link := tmp_path / "link").symlink_to(pipe)
+    path = {"pipe": pipe, "directory": tmp_path, "device": Path("/dev/zero"), "link to a pipe": link}[kind]
+    status, file_descriptors = os.stat(regular), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "stat", lambda *_, **__: status)
+    with pytest.raises(OSError, match="not a regular file"):
+        read_regular(path)
+    assert len(os.listdir("/proc/self/fd")) == file_descriptors

@@ -214,7 +214,7 @@ def test_fifos_and_oversized_files_are_refused(made: Path, tmp_path: Path) -> No
     for name in ("ca.pem", "decode-key.pem"):
         (tmp_path / "d" / name).unlink()
         os.mkfifo(tmp_path / "d" / name, 0o600)
-        with pytest.raises(StartupError, match=f"{name}: not a PEM file"):
+        with pytest.raises(StartupError, match=f"{name}: not a regular file"):
             read_cluster_tls(str(tmp_path / "d"), "decode")
         (tmp_path / "d" / name).unlink()
         (tmp_path / "d" / name).write_bytes((made / name).read_bytes() + b"\n" * (1 << 17))

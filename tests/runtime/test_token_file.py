@@ -52,7 +52,7 @@ def test_an_invalid_token_file_is_refused_without_showing_its_text(
 def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="No such file"):
         read_token(str(tmp_path / "none"))
-    with pytest.raises(StartupError, match="Is a directory"):
+    with pytest.raises(StartupError, match="not a regular file"):
         read_token(str(tmp_path))
 
 
