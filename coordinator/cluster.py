@@ -36,17 +36,8 @@ from baton.core.handover import Handle, sign
 from baton.core.liveness import MAX_LEASE_GAP_S, ListeningClock
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from baton.runtime.cluster_token import FLAG, check_token
-from coordinator.policy.actions import (
-    Action,
-    AssignTargets,
-    KVParked,
-    Notify,
-    Rescheduled,
-    Send,
-    StartPrefill,
-)
 from coordinator.policy.adapters import Adapter, AdapterTable
-from coordinator.policy.choice import Choice
+from coordinator.policy.choice import Action, AssignTargets, Choice, KVParked, Notify, Rescheduled, Send, StartPrefill
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
 from coordinator.policy.quotas import ANONYMOUS, Client

@@ -239,7 +239,7 @@ class Pipeline:
         """
         if self._cluster.requests.draining:
             return False, "draining"
-        missing = self._cluster.requests.missing_role(time.monotonic(), decode=self._generates)
+        missing = self._cluster.requests.holding.missing_role(time.monotonic(), decode=self._generates)
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
     def _num_tasks(self) -> int:
@@ -290,8 +290,8 @@ class Pipeline:
             "held_choices": cluster.requests.held(),
             "oldest_queued_s": round(cluster.requests.oldest_queued_s(time.monotonic()), 3),
             "rescheduled": cluster.requests.rescheduled,
-            "retry_budget": round(cluster.requests.retries.tokens, 1),
-            "retries_refused": cluster.requests.retries.refused,
+            "retry_budget": round(cluster.requests.losses.budget.tokens, 1),
+            "retries_refused": cluster.requests.losses.budget.refused,
             "reassigned": cluster.requests.reassigned,
             "prefilled_tokens": cluster.requests.prefilled.tokens,
             "wasted_tokens": dict(cluster.requests.prefilled.wasted),

@@ -132,7 +132,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     share(front)
     take_over = config.take_over
     if take_over:
-        cluster.requests.await_workers(time.monotonic() + config.drain_timeout_s)
+        cluster.requests.holding.expect_workers(time.monotonic() + config.drain_timeout_s)
     control, control_port = await serve_control(
         cluster, config.control_host, config.control_port, cluster_tls, take_over=take_over
     )

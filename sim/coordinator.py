@@ -29,16 +29,17 @@ from baton.core.events import StepEvents
 from baton.core.handover import Handle, sign
 from baton.core.liveness import MAX_LEASE_GAP_S, ListeningClock
 from baton.core.request import ChoiceId, SequenceId
-from coordinator.policy.actions import (
+from coordinator.policy.choice import (
     Action,
     AssignTargets,
+    Choice,
     KVParked,
     Notify,
     Rescheduled,
     Send,
+    Stage,
     StartPrefill,
 )
-from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.pool import Worker as Member
 from coordinator.policy.requests import Requests
 from coordinator.policy.split import Split

@@ -1,4 +1,5 @@
-"""One choice of a request: everything about it that changes in the coordinator, and what may happen to it. Pure.
+"""One choice of a request: everything about it that changes in the coordinator, the events that may happen to it, and
+the actions that follow. Pure.
 
     QUEUED    waits for a prefill worker and a decode worker (policy.dispatch)
     PREFILL   at a prefill worker, or a decode worker that computes the prompt; its first token is not known yet
@@ -16,13 +17,27 @@ different streams). Text, usage and end derive from these tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, NamedTuple
 
+from baton.core.blocks import HINT_BYTES, KeyChain
+from baton.core.codes import ErrorCode
+from baton.core.commands import Command
 from baton.core.compatibility import Compatibility
-from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
+from baton.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    GrammarLimit,
+    HandoffError,
+    InvalidRequest,
+    InvariantError,
+    KVCorrupt,
+    ProtocolError,
+    Unavailable,
+    WorkerLost,
+)
 from baton.core.events import (
     NO_STAMPS,
     HandedOver,
@@ -33,7 +48,6 @@ from baton.core.events import (
     TokenEvent,
 )
 from baton.core.request import ChoiceId, FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
-from coordinator.policy.actions import Notify
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.split import Decision
@@ -84,6 +98,27 @@ class EndedBy(NamedTuple):
     worker: str
     event: SequenceEnded
 
+    def error(self, stage: Stage) -> BatonError:
+        """Returns the error of a choice in this stage that ends by it."""
+        code = self.event.code or ErrorCode.INTERNAL_ERROR
+        kind = _WORKER_ERRORS.get(code, BatonError)
+        return kind(f"{self.event.message} (stage {stage.value})", code=code)
+
+
+# The error that a client receives for an error code of a worker; any other code is a bug of this project.
+_WORKER_ERRORS: dict[ErrorCode, type[BatonError]] = {
+    ErrorCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    ErrorCode.KV_CORRUPT: KVCorrupt,
+    ErrorCode.WORKER_LOST: WorkerLost,
+    ErrorCode.HANDOFF_FAILED: HandoffError,
+    ErrorCode.STALE_HANDLE: HandoffError,
+    ErrorCode.DRAINING: Unavailable,
+    ErrorCode.GRAMMAR_FAILED: InvalidRequest,
+    ErrorCode.GRAMMAR_LIMIT: GrammarLimit,
+    ErrorCode.PROMPT_EXCEEDS_POOL: Unavailable,
+    ErrorCode.EXCEEDS_POOL: Unavailable,
+}
+
 
 class Placed(NamedTuple):
     """The dispatcher has taken it out of the queue and named its workers."""
@@ -111,6 +146,65 @@ class Stop(NamedTuple):
 
 class Fail(NamedTuple):
     error: BatonError
+
+
+# Actions, which the caller of `policy.requests` executes in order. It signs the handles for the named decode workers.
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Compute `request` at `prefill` and offer its KV to `targets`, in order."""
+
+    prefill: str
+    request: GenerateRequest
+    targets: tuple[str, ...]
+    deadline_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AssignTargets:
+    """Offer the parked KV of `sequence` to `targets`, under `attempt`."""
+
+    prefill: str
+    sequence: SequenceId
+    targets: tuple[str, ...]
+    attempt: int
+    deadline_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a command to a worker if its session is open; otherwise drop it, since a redial reconciles the state."""
+
+    worker: str
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Notify the reader of this choice that its state has changed."""
+
+    name: ChoiceId
+
+
+@dataclass(frozen=True, slots=True)
+class Rescheduled:
+    """`sequence` will be continued under another attempt, at output `next_index`."""
+
+    sequence: SequenceId
+    next_index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVParked:
+    """No decode worker accepted the KV of `sequence`: it stays at its prefill worker."""
+
+    sequence: SequenceId
+    reason: str
+
+
+Action = StartPrefill | AssignTargets | Send | Notify | Rescheduled | KVParked
 
 
 class Entered(NamedTuple):
@@ -406,3 +500,19 @@ class Choice:
     def all_stamps(self) -> StageStamps:
         """Returns the seconds spent in each stage, over all attempts."""
         return sum(self.earlier_stamps, self.stamps)
+
+
+def block_hints(request: GenerateRequest, digest: str | None, sizes: Collection[int], known: Prefix) -> Prefix:
+    """Returns the hints of the blocks of these sizes that a worker may already hold; the last token is always computed.
+    `known` are those of another choice with the same tokens. None without the `digest` of a model."""
+    tokens, prefix = request.prompt + request.output, dict[int, tuple[bytes, ...]]()
+    if digest is None or request.pooling == "mean":  # which reuses no KV
+        return prefix
+    for size in sizes:
+        if size in known:
+            prefix[size] = known[size]
+            continue
+        chain = KeyChain(digest, request.tenant, request.cache_salt, request.adapter, size)
+        keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
+        prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
+    return prefix

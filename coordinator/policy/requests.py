@@ -5,13 +5,8 @@
 A choice survives the loss of its workers. When the worker that runs it is lost, gives it back, or cannot hand it over,
 it is rescheduled: it returns to QUEUED under the next attempt, with the journal as its output so far, and generation
 continues at the next index. KV that is still at the prefill worker is offered to another decode worker first. Events of
-earlier attempts are stale. A choice that no present worker can serve ends after `hold_s`.
-
-Whether a choice ended its worker cannot be determined from outside. A choice that was running on SUSPECT_DEATHS
-workers when they were lost may be the cause: from then on it is computed in steps of its own, announced by its worker
-(`StepEvents.alone`), so that a loss in such a step concerns no other choice, and a loss in another step not this one.
-It ends with an error when it was alone in its step at ALONE_DEATHS losses, or at `max_deaths` losses in all, or if it
-failed again without a new token when the budget for this is used up (policy.quotas).
+earlier attempts are stale. A choice that no present worker can serve is held for a while (policy.holding); one whose
+workers are lost again and again ends (policy.losses).
 """
 
 from __future__ import annotations
@@ -21,51 +16,39 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.core.blocks import HINT_BYTES, KeyChain
 from baton.core.codes import ErrorCode
-from baton.core.commands import Abort, ReleaseRecords, Role, TrackedSequence
-from baton.core.errors import (
-    BatonError,
-    DeadlineExceeded,
-    DuplicateRequest,
-    GrammarLimit,
-    HandoffError,
-    InvalidRequest,
-    InvariantError,
-    KVCorrupt,
-    ProtocolError,
-    Unavailable,
-    WorkerLost,
-)
+from baton.core.commands import Abort, ReleaseRecords, TrackedSequence
+from baton.core.errors import BatonError, DuplicateRequest, HandoffError, InvariantError, ProtocolError, Unavailable
 from baton.core.events import StepEvents, TokenEvent
 from baton.core.machine import Table, Transition, handle, ignore, to
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
-from coordinator.policy.actions import (
+from coordinator.policy.choice import (
     Action,
     AssignTargets,
-    KVParked,
-    Rescheduled,
-    Send,
-    StartPrefill,
-)
-from coordinator.policy.choice import (
     Choice,
     DecodeTokens,
     EndedBy,
     Fail,
     HandedOverBy,
+    KVParked,
     LostWorker,
     OfferDue,
     ParkedBy,
     Placed,
     PrefillTokens,
+    Rescheduled,
+    Send,
     Stage,
+    StartPrefill,
     Stop,
+    block_hints,
 )
 from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.holding import Holding
+from coordinator.policy.losses import Losses
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.prefilled import PrefilledTokens
-from coordinator.policy.quotas import ANONYMOUS, Client, RetryBudget
+from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 
@@ -73,28 +56,11 @@ QUEUED, PREFILL, HANDOVER, PARKED, DECODE, ENDED = Stage
 AT_WORKERS = PREFILL, HANDOVER, PARKED, DECODE
 WAITING = QUEUED, PARKED
 ANSWERED = "done", "stop string"  # why the front needs no more output of a complete answer
-ALONE_DEATHS = 2
-"""One could be a kill from outside that coincides with its step."""
 MAX_TIMES_PARKED = 30
 REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second parking, and its maximum; doubled with each
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
 # The decode worker has started, but the prefill worker saw the hand-over fail and made it end the sequence.
 _LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
-
-
-# The error that a client receives for an error code of a worker; any other code is a bug of this project.
-_WORKER_ERRORS: dict[ErrorCode, type[BatonError]] = {
-    ErrorCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    ErrorCode.KV_CORRUPT: KVCorrupt,
-    ErrorCode.WORKER_LOST: WorkerLost,
-    ErrorCode.HANDOFF_FAILED: HandoffError,
-    ErrorCode.STALE_HANDLE: HandoffError,
-    ErrorCode.DRAINING: Unavailable,
-    ErrorCode.GRAMMAR_FAILED: InvalidRequest,
-    ErrorCode.GRAMMAR_LIMIT: GrammarLimit,
-    ErrorCode.PROMPT_EXCEEDS_POOL: Unavailable,
-    ErrorCode.EXCEEDS_POOL: Unavailable,
-}
 
 
 class InFlightCounts(NamedTuple):
@@ -124,17 +90,14 @@ class Requests:
         self.draining = False
         self.stale_events = self.rescheduled = self.reassigned = 0  # counters
         self.prefilled = PrefilledTokens()
-        self.retries = RetryBudget()
-        self._hold_s, self._max_deaths = hold_s, max_deaths
+        self.holding = Holding(self.dispatcher, hold_s)
+        self.losses = Losses(max_deaths)
         # By ChoiceId, which `sequence[:2]` equals: a slice is cheaper than a new ChoiceId for every token.
         self._choices: dict[tuple[str, int], Choice] = {}
         self._waiting: dict[ChoiceId, Choice] = {}  # those in a stage that waits for workers
-        self._alone: dict[str, ChoiceId] = {}  # the choice that a worker computes alone now
         # Sequences whose records each worker may drop: sent with the next tick, so that one message has many.
         self._released: dict[str, dict[SequenceId, None]] = {}
         self._no_deadline_before = math.inf  # no choice has an earlier deadline
-        self._complete_at = [-math.inf, -math.inf]  # when prefill, and both roles, last had a ready worker
-        self._held_from = -math.inf  # no choice has waited for a missing worker before
         self._attempt = 0  # last one assigned; no two choices share a value, so an id can be reused immediately
         self._age = 0  # last one assigned
 
@@ -222,11 +185,7 @@ class Requests:
 
     def on_events(self, worker: str, events: StepEvents, now: float) -> list[Action]:
         actions: list[Action] = []
-        self.retries.failure()
-        if events.alone is not None:
-            self._alone[worker] = events.alone.choice_id
-        elif events.step_id:
-            self._alone.pop(worker, None)
+        self.losses.reported(worker, events)
         queued, sender = self.dispatcher.num_queued, self.workers.get(worker)
         backlog = 0 if sender is None else sender.backlog_tokens
         for token in events.tokens:
@@ -249,29 +208,17 @@ class Requests:
 
     def worker_joined(self, now: float) -> list[Action]:
         """Dispatches what can start now that a worker has joined or redialled."""
-        self._look_for_roles(now)
+        self.holding.look_for_roles(now)
         return self._place(now)
 
     def on_worker_lost(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:
         """Handles the loss of a worker: reschedules the choices that depend on it. A choice whose KV is still on its
         way to that worker is left alone: the prefill worker parks the KV. A drained worker gave its choices back, which
         is not a death."""
-        loss = LostWorker(worker, why, self._alone.pop(worker, None), drained)
-        self.retries.failure()
+        loss = self.losses.lost(worker, why, drained=drained)
         actions = [action for choice in [*self] for action in handle(self.table, choice, loss, now)]
-        self._update_servable(now)
+        self.holding.update(self._waiting.values(), now)
         return actions + self._place(now)
-
-    def missing_role(self, now: float, *, decode: bool = True) -> Role | None:
-        """Returns a role that has had no ready worker for `hold_s`, or ever: for that long requests may still find one.
-        Without `decode` only prefill is needed."""
-        missing = self.dispatcher.missing_role(decode=decode)
-        return None if now - self._complete_at[decode] < self._hold_s else missing
-
-    def await_workers(self, until: float) -> None:
-        """Lets requests wait for workers that are expected at `until`, and `hold_s` from then on."""
-        self._complete_at = [until, until]
-        self._held_from = until
 
     def oldest_queued_s(self, now: float) -> float:
         """Returns how long the oldest queued choice has waited; 0.0 if none is queued."""
@@ -291,19 +238,16 @@ class Requests:
     def tick(self, now: float) -> list[Action]:
         """Handles deadlines, unservable choices, parked KV, the queue, released records. Called about every 0.1 s."""
         actions: list[Action] = []
-        self._look_for_roles(now)
-        self._update_servable(now)
+        self.holding.look_for_roles(now)
+        self.holding.update(self._waiting.values(), now)
         if now >= self._no_deadline_before:  # scanning 10,000 choices blocks the loop for 4 ms
             for choice in [choice for choice in self if now >= choice.deadline_at and not choice.ended]:
                 actions += handle(self.table, choice, Fail(choice.late()), now)
             open_deadlines = (choice.deadline_at for choice in self if not choice.ended)
             self._no_deadline_before = min(open_deadlines, default=math.inf)
         for choice in list(self._waiting.values()):
-            since = max(choice.unservable_since, self._held_from)
-            if choice.unservable is not None and now - since >= self._hold_s:
-                message, code = choice.unservable
-                message += f"; no other joined within {self._hold_s:g} s (--hold-s)"
-                actions += handle(self.table, choice, Fail(Unavailable(message, code=code, retry_after_s=2)), now)
+            if (error := self.holding.error(choice, now)) is not None:
+                actions += handle(self.table, choice, Fail(error), now)
             elif choice.stage is PARKED and now >= choice.offer_at:
                 actions += handle(self.table, choice, OfferDue(), now)
         actions += self._place(now)
@@ -466,9 +410,7 @@ class Requests:
             return self._reschedule(choice, ended.message, now)  # recomputed once; a second failure ends the request
         if not here and (unknown or ended.code is ErrorCode.WORKER_LOST):
             return []  # the prefill worker has the KV and parks it; if it is lost too, `on_worker_lost` follows
-        code = ended.code or ErrorCode.INTERNAL_ERROR
-        kind = _WORKER_ERRORS.get(code, BatonError)
-        return self._fail(choice, kind(f"{ended.message} (stage {choice.stage.value})", code=code), now)
+        return self._fail(choice, event.error(choice.stage), now)
 
     def _on_lost_prefill(self, choice: Choice, event: LostWorker, now: float) -> list[Action]:
         if event.worker != choice.prefill_worker:
@@ -556,29 +498,16 @@ class Requests:
         return [*actions, AssignTargets(choice.prefill_worker, old, names, choice.attempt, choice.deadline_at)]
 
     def _after_loss(self, choice: Choice, loss: LostWorker, now: float, *, ran: bool) -> list[Action]:
-        """Reschedules a choice that depended on a lost worker. It is a death if the worker `ran` it, unless another
-        choice, or this one among others, was computed when it has to be alone."""
-        if ran and not loss.drained and (choice.name == loss.alone if choice.alone else loss.alone is None):
-            how = ", alone in its step" if choice.alone else ""
-            choice.alone_deaths += choice.alone
-            choice.deaths.append(f"{loss.worker} ({loss.reason}, stage {choice.stage.value}{how})")
+        """Reschedules a choice that depended on a lost worker, which `ran` it or not."""
+        self.losses.count(choice, loss, ran=ran)
         return self._reschedule(choice, f"{loss.worker}: {loss.reason}", now, planned=loss.drained)
 
     def _reschedule(self, choice: Choice, why: str, now: float, *, planned: bool = False) -> list[Action]:
         """Queues a choice again under the next attempt: newly chosen workers prefill its prompt and journal, and
         generation continues at the next index. `planned`: nothing has failed, a worker leaves."""
-        if choice.alone_deaths >= ALONE_DEATHS or len(choice.deaths) >= self._max_deaths:
-            deaths = ", ".join(choice.deaths)
-            message = f"{len(choice.deaths)} workers were lost while they ran the request: {deaths}"
-            return self._fail(choice, WorkerLost(message, retry_after_s=1), now)
-        if not planned:
-            tokens = len(choice.journal.tokens)
-            if tokens <= choice.tokens_at_failure + 1 and not self.retries.permits():  # the first one is of the prefill
-                message = f"{why}; it failed before without a new token, and so do too many requests to try it again"
-                retry_after_s = self.dispatcher.retry_after_s()
-                error = Unavailable(message, code="retry_budget_exhausted", retry_after_s=retry_after_s)
-                return self._fail(choice, error, now)
-            choice.tokens_at_failure = tokens
+        error = self.losses.error(choice, why, self.dispatcher.retry_after_s(), planned=planned)
+        if error is not None:
+            return self._fail(choice, error, now)
         rescheduled = Rescheduled(choice.sequence, choice.journal.next_index, why)
         actions = [rescheduled, *self._withdraw(choice, why, now)]
         self.dispatcher.release(choice)
@@ -606,7 +535,7 @@ class Requests:
         means that the workers already know that it has ended."""
         actions = self._withdraw(choice, reason, now)
         if choice.journal.finish is not None or reason in ANSWERED:
-            self.retries.completed()
+            self.losses.budget.completed()
         self.dispatcher.finish(choice)
         self._enter(choice, ENDED, now)
         return actions
@@ -644,36 +573,13 @@ class Requests:
         if stage in AT_WORKERS:
             self.dispatcher.hold(choice)
 
-    def _look_for_roles(self, now: float) -> None:
-        for decode in (False, True):
-            if self.dispatcher.missing_role(decode=decode) is None:
-                self._complete_at[decode] = now
-
-    def _update_servable(self, now: float) -> None:
-        """Updates whether any worker that is not draining can serve each waiting choice: the `hold_s` timer starts
-        when none is left."""
-        for choice in self._waiting.values():
-            why = self.dispatcher.unservable(choice)
-            if why is not None and choice.unservable is None:
-                choice.unservable_since = now
-            choice.unservable = why
-
     def _prefix(self, choice: Choice) -> Prefix:
         """Returns the hints of the blocks that a worker may already hold; the last token is always computed."""
-        request, digest = choice.request, self.dispatcher.model_digest(choice)
-        tokens, prefix = request.prompt + request.output, dict[int, tuple[bytes, ...]]()
+        request = choice.request
         first = self._choices.get(ChoiceId(request.request_id), choice)
         same = request.prompt is first.request.prompt and not request.output and not first.request.output
-        if digest is None or request.pooling == "mean":  # which reuses no KV
-            return prefix
-        for size in self.dispatcher.cached_block_sizes:
-            if same and size in first.prefix:
-                prefix[size] = first.prefix[size]
-                continue
-            chain = KeyChain(digest, request.tenant, request.cache_salt, request.adapter, size)
-            keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
-            prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
-        return prefix
+        digest, sizes = self.dispatcher.model_digest(choice), self.dispatcher.cached_block_sizes
+        return block_hints(request, digest, sizes, first.prefix if same else {})
 
     def _next_attempt(self, choice: Choice | None = None) -> int:
         """Returns an unused attempt that exceeds this choice's last one, even if the counter wraps."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import WorkerLost
-from coordinator.policy.requests import ALONE_DEATHS
+from coordinator.policy.losses import ALONE_DEATHS
 from sim.engine import expected
 from tests.support.virtual_cluster import make_cluster, make_requests, outcome, policy_request, run, send_all
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from baton.core.errors import InvariantError, ProtocolError
 from baton.core.events import TokenEvent
 from baton.core.request import GenerateRequest, SamplingParams, TokenLogprob
-from coordinator.policy.actions import Notify
-from coordinator.policy.choice import MAX_HELD_TOKENS, Choice, Journal
+from coordinator.policy.choice import MAX_HELD_TOKENS, Choice, Journal, Notify
 from tests.coordinator.test_policy_requests import Drive
 from tests.support.builders import EOS, make_request
 

@@ -29,8 +29,7 @@ from baton.core.events import (
     TokenEvent,
 )
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
-from coordinator.policy.actions import Action, AssignTargets, Notify, Send, StartPrefill
-from coordinator.policy.choice import Choice, Stage
+from coordinator.policy.choice import Action, AssignTargets, Choice, Notify, Send, Stage, StartPrefill
 from coordinator.policy.dispatch import START_TOKENS
 from coordinator.policy.requests import MAX_TIMES_PARKED, InFlightCounts, Requests
 from coordinator.policy.workers import WorkerTable
@@ -444,7 +443,7 @@ def test_requests_wait_for_an_empty_role_and_then_fail_with_the_reason() -> None
 
 def test_workers_that_are_expected_are_waited_for_beyond_the_hold() -> None:
     d = Drive(hold_s=2.0)
-    d.requests.await_workers(d.now + 30.0)
+    d.requests.holding.expect_workers(d.now + 30.0)
     waits = d.submit("r")
     d.tick()
     d.tick(31.0)

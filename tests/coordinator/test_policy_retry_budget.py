@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import Unavailable
-from coordinator.policy.actions import StartPrefill
-from coordinator.policy.choice import Choice, Stage
-from coordinator.policy.quotas import MAX_TOKENS, TOKEN_RATIO, RetryBudget
+from coordinator.policy.choice import Choice, Stage, StartPrefill
+from coordinator.policy.losses import MAX_TOKENS, TOKEN_RATIO, RetryBudget
 from tests.coordinator.test_policy_requests import Drive
 
 LOSSES = int(MAX_TOKENS)
@@ -46,10 +45,10 @@ def test_completed_answers_permit_further_retries() -> None:
 @pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.HANDOVER, Stage.DECODE])
 def test_the_loss_of_one_worker_ends_no_request_even_without_a_budget(stage: Stage) -> None:
     d = Drive("p0", "d0")
-    d.requests.retries.tokens = 0.0
+    d.requests.losses.budget.tokens = 0.0
     running = [d.at(stage, f"r{number}", max_tokens=9)[0] for number in range(4)]
     d.lose("d0" if stage is Stage.DECODE else "p0")
-    assert [r.stage for r in running] == [Stage.QUEUED] * 4 and d.requests.retries.refused == 0
+    assert [r.stage for r in running] == [Stage.QUEUED] * 4 and d.requests.losses.budget.refused == 0
 
 
 def outage(d: Drive, role: str, losses: int) -> int:
@@ -80,7 +79,7 @@ def test_in_an_outage_each_request_is_tried_again_once_when_the_budget_is_used_u
     assert error.retry_after_s and error.retry_after_s >= 1.0
     later = [d.submit(f"later{number}", 50) for number in range(3)]  # one after the other: the worker has no more room
     assert outage(d, role, 6) == 2 * len(later) and all(r.ended for r in later)
-    assert d.requests.retries.refused == 4
+    assert d.requests.losses.budget.refused == 4
 
 
 def test_an_answer_that_goes_on_between_losses_does_not_use_the_budget() -> None:
@@ -95,7 +94,7 @@ def test_an_answer_that_goes_on_between_losses_does_not_use_the_budget() -> None
         d.lose("d0")
         r.deaths.clear()
         d.join("d0")
-    assert not r.ended and d.requests.retries.tokens == MAX_TOKENS
+    assert not r.ended and d.requests.losses.budget.tokens == MAX_TOKENS
 
 
 def given_back(d: Drive, r: Choice, code: str, times: int) -> None:
@@ -116,7 +115,7 @@ def test_a_drain_is_no_failure() -> None:
     d = Drive("p0", "d0")
     r = d.submit()
     given_back(d, r, "draining", 3 * LOSSES)
-    assert not r.ended and d.requests.retries.tokens == MAX_TOKENS
+    assert not r.ended and d.requests.losses.budget.tokens == MAX_TOKENS
 
 
 def test_a_request_that_kills_its_worker_leaves_those_beside_it_unharmed() -> None:
@@ -127,15 +126,16 @@ def test_a_request_that_kills_its_worker_leaves_those_beside_it_unharmed() -> No
         d.lose("p0")
         d.join("p0")
     assert all(r.alone and not r.ended for r in many)
-    assert d.requests.retries.tokens == MAX_TOKENS - 1
+    assert d.requests.losses.budget.tokens == MAX_TOKENS - 1
 
 
 def test_complete_answers_are_counted_however_they_end() -> None:
     for end in ("finish", "stop string", "the client disconnected"):
         d = Drive("p0", "d0")
-        d.requests.retries.tokens = 0.0
+        d.requests.losses.budget.tokens = 0.0
         r, s = d.at(Stage.DECODE, max_tokens=3)
         if end == "finish":
             d.tokens("d0", s, 1, 6, 7)
         d.record(d.requests.end(r, "done" if end == "finish" else end, d.now))
-        assert r.ended and d.requests.retries.tokens == (0.0 if "client" in end else pytest.approx(TOKEN_RATIO)), end
+        tokens = 0.0 if "client" in end else pytest.approx(TOKEN_RATIO)
+        assert r.ended and d.requests.losses.budget.tokens == tokens, end

@@ -10,8 +10,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import ContextLengthExceeded
 from baton.core.events import KVCacheEvents, Load, PromptCost, SequenceEnded, StageStamps, StepEvents
 from baton.core.request import SamplingParams, SequenceId, TokenLogprob
-from coordinator.policy.actions import Rescheduled, StartPrefill
-from coordinator.policy.choice import Stage
+from coordinator.policy.choice import Rescheduled, Stage, StartPrefill
 from coordinator.policy.split import HandOverCost, PromptAt, decide
 from coordinator.policy.timeline import timeline
 from coordinator.policy.workers import WorkerTable

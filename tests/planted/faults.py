@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
+REQUESTS, DISPATCH, WORKERS, LOSSES = (
+    f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers", "losses")
+)
 T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
 T_BATCHES = "tests/batches/test_batches.py"
 T_TLS = "tests/runtime/test_tls.py"
@@ -210,15 +212,15 @@ FAULTS = (
     ),
     Fault("baton/runtime/health.py", "options=_OPTIONS", "", "tests/runtime/test_health.py"),
     # The request lifecycle.
-    Fault(REQUESTS, "len(choice.deaths) >= self._max_deaths:", "len(choice.deaths) > self._max_deaths:", T_REQUESTS),
-    Fault(REQUESTS, "(choice.name == loss.alone if choice.alone else loss.alone is None)", "True", T_REQUESTS),
+    Fault(LOSSES, "len(choice.deaths) >= self._max_deaths:", "len(choice.deaths) > self._max_deaths:", T_REQUESTS),
+    Fault(LOSSES, "(choice.name == loss.alone if choice.alone else loss.alone is None)", "True", T_REQUESTS),
     Fault(
         "decode/scheduler.py",
         "groups = [together, *alone] if",
         "groups = [running] if",
         "tests/decode/test_scheduler.py",
     ),
-    Fault(REQUESTS, "if ran and not loss.drained and", "if ran and", T_REQUESTS),
+    Fault(LOSSES, "if ran and not loss.drained and", "if ran and", T_REQUESTS),
     Fault(REQUESTS, "ran=choice.stage is PREFILL", "ran=True", T_REQUESTS),
     Fault(CHOICE, "        self.earlier_speculation = self.speculation\n", "", T_REQUESTS),
     Fault(CHOICE, "        self.earlier_stamps.append(self.stamps)\n", "", T_REQUESTS),
@@ -299,7 +301,7 @@ FAULTS = (
     Fault(REQUESTS, "self.workers.incarnation(worker) != taker", "False", T_REQUESTS),
     Fault(
         REQUESTS,
-        "        self._update_servable(now)\n        if now >= self._no_deadline_before:",
+        "        self.holding.update(self._waiting.values(), now)\n        if now >= self._no_deadline_before:",
         "        if now >= self._no_deadline_before:",
         T_REQUESTS,
     ),
