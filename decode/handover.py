@@ -1,4 +1,4 @@
-"""Every hand-over into a decode worker, as it is decided: one state machine per sequence (baton.core.machine). Pure.
+"""A hand-over into a decode worker, as it is decided: one state machine per sequence (baton.core.machine). Pure.
 
     ABSENT     the worker has no such sequence: it was not offered, was refused, or has left
     RECEIVING  its offer was accepted, and its blocks are reserved: chunks arrive
@@ -6,7 +6,7 @@
     RECEIVED   all its KV has arrived: the scheduler generates
     ENDED      it was given up, and nothing is being written; a step that computes it may be outstanding
 
-1. An offer is checked (handle, tombstone, limits). It reserves the blocks for its KV, or is refused with the reason.
+1. An offer is checked (decode.admission). It reserves the blocks for its KV, or is refused with the reason.
    The reply states how many tokens are cached here already, in blocks that other sequences may share.
 2. A chunk has to be the next one of its sequence on its edge. A receive is opened for it, and only then is it posted.
 3. An intact chunk counts as received. The Ack reports whether it is intact; the peer resends a damaged one, once.
@@ -19,15 +19,13 @@ receives for it on other edges have ended: a chunk that was posted is still sent
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.codes import ErrorCode
-from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.edge_orders import Part, part_of
-from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
+from baton.core.errors import HandoffError, InvariantError
 from baton.core.events import SequenceEnded
 from baton.core.handover import (
     AbortTransfer,
@@ -36,20 +34,14 @@ from baton.core.handover import (
     Chunk,
     EdgeReady,
     FromDecode,
-    Offer,
     Posted,
-    Refuse,
-    SpentHandles,
-    verify,
 )
 from baton.core.kv_layout import KVLayout
 from baton.core.machine import Table, handle, ignore, to
 from baton.core.request import SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
-from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sequence import Sequence
 from baton.core.window import Window
-from decode.scheduler import DecodeScheduler
 
 
 class ReceiveStage(Enum):
@@ -536,120 +528,3 @@ TABLE: Table = {
     (ReceiveStage.ENDED, LinkEnded): to(ignore),
     (ReceiveStage.ENDED, EndedByCoordinator): to(ignore),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What an offer is checked against: the run's handle key, the run's clock, whether this worker drains, and the
-    digests of its LoRA adapters."""
-
-    handle_key: bytes
-    run_clock_ms: float
-    draining: bool = False
-    adapters: frozenset[str] = frozenset()
-
-
-@dataclass(eq=False)
-class HandOvers:
-    """The hand-overs into one worker: it admits offers, passes every event to the hand-over of its sequence, and keeps
-    scheduler, deadlines and tombstones, which belong to the worker, up to date."""
-
-    scheduler: DecodeScheduler
-    deadlines: Deadlines
-    tombstones: Tombstones
-    destination: Destination
-    counters: ReceiveCounters = field(default_factory=ReceiveCounters)
-    _spent: SpentHandles = field(default_factory=SpentHandles)
-
-    @property
-    def writing(self) -> Counter[SequenceId]:
-        """The number of chunks being received into the blocks of each sequence."""
-        return Counter({over.sequence_id: len(over.writing) for over in self._all() if over.writing})
-
-    def on_offer(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> list[Action]:
-        """Handles an offer: a second one of a sequence that is here is refused, as the scheduler has it already."""
-        sequence_id = offer.request.sequence_id
-        try:
-            self.check(peer, offer, admission, now)
-            sequence = self.scheduler.reserve(offer.request, now)
-        except BatonError as e:
-            return [Reply(peer, Refuse(sequence_id, e.tier_code, e.message))]
-        self.deadlines.add(sequence_id, now + offer.request.deadline_s)
-        sequence.hand_over = HandOver(sequence_id, self.destination, self.counters)
-        return self.on(OfferAccepted(peer, sequence), now)
-
-    def check(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> None:
-        """Raises BatonError with the reason why an offer is refused."""
-        request, sequence = offer.request, offer.request.sequence_id
-        try:
-            verify(
-                admission.handle_key,
-                offer.handle,
-                sequence=sequence,
-                source=peer.worker_id,
-                source_incarnation=peer.incarnation,
-                destination=self.destination.worker_id,
-                incarnation=self.destination.incarnation,
-                now_ms=admission.run_clock_ms,
-            )
-            self._spent.spend(offer.handle, admission.run_clock_ms)
-        except StaleHandle:
-            self.counters.handles_refused += 1
-            raise
-        if self.tombstones.covers(sequence, now):
-            raise Unavailable("the sequence was aborted", code=ErrorCode.ABORTED)
-        if admission.draining:
-            raise Unavailable("this decode worker is draining", code=ErrorCode.DRAINING)
-        if request.adapter and request.adapter not in admission.adapters:
-            raise Unavailable(f"adapter {request.adapter:.12} is not loaded at this decode worker")
-        if offer.num_tokens != request.num_prefill_tokens:
-            raise Unavailable(f"the offer has {offer.num_tokens} tokens, its request {request.num_prefill_tokens}")
-        check_tokens(request, self.destination.vocab_size)
-        check_sampling(request.sampling, request.max_tokens, self.destination.vocab_size)
-
-    def on(self, event: Event, now: float) -> list[Action]:
-        """Handles an event of one sequence; returns what is to be executed outside."""
-        sequence_id = event.sequence_id
-        sequence = self.scheduler.sequences.get(sequence_id)
-        over = None if sequence is None else _hand_over(sequence)
-        if over is None and sequence is not None and isinstance(event, EndedByCoordinator):
-            self.deadlines.forget(sequence_id)
-            self.scheduler.abort(sequence_id)  # its prompt is computed here: there is no hand-over to end
-            return [Dropped(sequence_id, event.reason)]
-        if over is None:
-            over = HandOver(sequence_id, self.destination, self.counters)
-        actions: list[Action] = []
-        for action in over.on(event, now):
-            match action:
-                case TokensReceived(num_tokens):
-                    self.scheduler.tokens_received(sequence_id, num_tokens)
-                case KVComplete(first_token, first_logprob, cached_tokens):
-                    ended = self.scheduler.received(sequence_id, first_token, now, first_logprob, cached_tokens)
-                    if ended is not None:
-                        self.deadlines.forget(sequence_id)
-                    actions.append(Ready(sequence_id) if ended is None else Ended(ended))
-                case GivenUp(writing):
-                    self.deadlines.forget(sequence_id)
-                    self.scheduler.abort(sequence_id, in_flight=writing)
-                case WritesEnded():
-                    self.scheduler.receive_ended(sequence_id)
-                case AbortedBeforeOffer(tombstone_s):
-                    self.deadlines.forget(sequence_id)
-                    if tombstone_s > 0:
-                        self.tombstones.add(sequence_id, now, tombstone_s)
-                case _:
-                    actions.append(action)
-        return actions
-
-    def on_link_ended(self, peer: Peer, reason: str, now: float) -> list[Action]:
-        """Ends every sequence of the link whose KV has not arrived completely."""
-        lost = [over.sequence_id for over in self._all() if over.peer is peer]
-        return [action for sequence_id in lost for action in self.on(LinkEnded(sequence_id, reason), now)]
-
-    def _all(self) -> Iterator[HandOver]:
-        return (over for sequence in self.scheduler.sequences.values() if (over := _hand_over(sequence)) is not None)
-
-
-def _hand_over(sequence: Sequence) -> HandOver | None:
-    """None for a sequence whose prompt is computed here."""
-    return sequence.hand_over if isinstance(sequence.hand_over, HandOver) else None

@@ -38,10 +38,10 @@ from baton.runtime.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec, edge_connect_s
 from baton.transfer.edge_endpoint import EdgeEndpoint, MakeEndpoint
 from baton.transfer.staging_buffers import StagingRoom
+from decode.admission import Admission, HandOvers
 from decode.handover import (
     AbortedByPeer,
     Action,
-    Admission,
     ChunkAnnounced,
     ChunkReceived,
     ChunkRejected,
@@ -49,7 +49,6 @@ from decode.handover import (
     Ended,
     EndedByCoordinator,
     Event,
-    HandOvers,
     Peer,
     Ready,
     Receive,

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.codes import ErrorCode
-from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
+from baton.core.errors import DuplicateRequest, InvalidRequest, Unavailable
 from baton.core.events import PromptCost, SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
 from baton.core.long_rows import Turns
@@ -39,6 +39,7 @@ from baton.core.step import Row, StepOutcome, StepPlan
 from baton.core.window import Window
 from decode.ahead import OutstandingSteps, ahead_plan, next_rows, waits_for
 from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
+from decode.held_blocks import HeldBlocks
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import LEAST_LONG_TOKENS
 
@@ -75,6 +76,7 @@ class DecodeScheduler:
         named = layout.block_size, model_digest
         self.cache = kept.cache if kept else PrefixCache(blocks, *named, enabled=prefix_cache, window=self.window)
         self.blocks = self.cache.blocks
+        self._held = HeldBlocks(layout, self.cache, self.window)
         self.sequences: dict[SequenceId, Sequence] = {}
         self.max_running = max_running
         self.speculation = speculation or Speculation()
@@ -236,7 +238,7 @@ class DecodeScheduler:
 
     def tokens_received(self, sequence_id: SequenceId, num_tokens: int) -> None:
         """Records that KV of the first `num_tokens` positions of a receiving sequence, but not all, has arrived."""
-        self._kv_arrived(self.sequences[sequence_id], num_tokens)
+        self._held.kv_arrived(self.sequences[sequence_id], num_tokens)
 
     def received(
         self, sequence_id: SequenceId, first_token: int, now: float, score: TokenLogprob | None = None, cached: int = 0
@@ -246,7 +248,7 @@ class DecodeScheduler:
         Returns its end if there is nothing left to generate (it was aborted before, or the first token ends it).
         """
         sequence = self.sequences[sequence_id]
-        self._kv_arrived(sequence, sequence.num_tokens)
+        self._held.kv_arrived(sequence, sequence.num_tokens)
         sequence.on(KVReceived(), now)
         reason = sequence.append(first_token, score)
         sequence.cached_tokens = cached
@@ -270,7 +272,7 @@ class DecodeScheduler:
             self._preempt(stuck[-1])
             self._admit(now)
             rows, sequences, _ = self._next_rows(now)
-        plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._extend_for_drafts)
+        plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._held.extend_for_drafts)
         return self._register(plan, now) if plan.rows or plan.drafts else None
 
     def _begin_ahead(self, now: float) -> StepPlan | None:
@@ -283,12 +285,12 @@ class DecodeScheduler:
         if any(s.request.alone for s in running):
             return None
         nexts = next_rows(out, running, self._share)
-        needed = [self.layout.blocks_for(n.end) - len(n.sequence.block_ids) for n in nexts]
+        needed = [self._held.needed(n.sequence, n.end) for n in nexts]
         free = self.blocks.num_free
         if not nexts or sum(n for n in needed if n > 0) > free or self._throttled(running, now):
             return None
         for n, blocks in zip(nexts, needed, strict=True):
-            self._extend(n.sequence, blocks)
+            self._held.extend(n.sequence, blocks)
         self.steps_ahead += 1
         return self._register(ahead_plan(self._next_step, out, nexts), now)
 
@@ -508,14 +510,14 @@ class DecodeScheduler:
         self.cache.reuse(sequence, Holder("sequence", sequence.id))
         columns = sequence.num_dropped + self._columns_at_once
         if not self._grow(sequence, min(end, columns * self.layout.block_size)):
-            self._release_blocks(sequence)
+            self._held.release(sequence)
             return False
         return True
 
     def _grow(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for positions [0, end), preempting lower-ranked sequences if necessary; False if it cannot.
         A preempted, unboosted sequence preempts none of its own priority: that one would have to be recomputed."""
-        needed = self.layout.blocks_for(end) - len(sequence.block_ids)
+        needed = self._held.needed(sequence, end)
         if needed > self.blocks.num_free:
             whole = sequence.boosted or sequence.state is not State.PREEMPTED
             before = sequence.rank if whole else (sequence.rank[0] + 1, False, 0)
@@ -526,63 +528,21 @@ class DecodeScheduler:
                 return False
             while needed > self.blocks.num_free:
                 self._preempt(behind.pop())
-        self._extend(sequence, needed)
+        self._held.extend(sequence, needed)
         return True
 
-    def _extend_for_drafts(self, sequence: Sequence, count: int) -> int:
-        """Allocates free blocks for `count` positions after the last token; returns how many of them have blocks."""
-        needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
-        self._extend(sequence, min(needed, self.blocks.num_free // self.window.groups * self.window.groups))
-        return min(count, self.layout.positions_in(len(sequence.block_ids)) - sequence.num_tokens)
-
     def _preempt(self, sequence: Sequence) -> None:
-        self._release_blocks(sequence)
+        self._held.release(sequence)
         sequence.on(Preempted())
         if sequence.computes_prompt:  # all of it is computed again
             sequence.prompt_logprobs, sequence.pooled = [], None
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
-        self._release_blocks(sequence)
+        self._held.release(sequence)
         sequence.on(Finished())
         self.speculation.close(sequence)
         del self.sequences[sequence.id]
-
-    # Blocks. While KV arrives, a sequence holds the blocks that it is written into exclusively until they are full, and
-    # shares those of its cached prefix. Later it holds all its blocks alike, as shared ones.
-
-    def _kv_arrived(self, sequence: Sequence, num_tokens: int) -> None:
-        """Records that KV of the first `num_tokens` positions has arrived. Full blocks are not written any more: they
-        become shared and are cached. Doing this only at the end of a long sequence would delay its first step."""
-        if num_tokens < sequence.num_tokens:
-            num_tokens -= num_tokens % self.layout.block_size
-        if own := self._incoming_blocks(sequence, self.window.columns(num_tokens)):
-            self.blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
-            sequence.num_computed = num_tokens
-            self.cache.store_full_blocks(sequence)
-
-    def _extend(self, sequence: Sequence, count: int) -> None:
-        if count > 0:
-            sequence.block_ids += self.blocks.allocate(count, Holder("sequence", sequence.id)) or ()
-
-    def _release_blocks(self, sequence: Sequence) -> None:
-        """Releases all blocks of a sequence. Full ones stay cached until they are evicted."""
-        if sequence.state is State.RECEIVING:
-            own = self._incoming_blocks(sequence)
-            self.blocks.release(own, Holder("receiving", sequence.id))
-            held = self.cache.held(sequence)
-            shared = held[: len(held) - len(own)]
-        else:
-            self.cache.store_full_blocks(sequence)
-            shared = self.cache.held(sequence) + sequence.retired
-        self.blocks.release(shared, Holder("sequence", sequence.id))
-        sequence.block_ids, sequence.num_computed = (), 0
-        sequence.num_dropped, sequence.retired = 0, ()
-
-    def _incoming_blocks(self, sequence: Sequence, columns: int | None = None) -> tuple[int, ...]:
-        """Returns the blocks of a receiving sequence into which KV is still to be written, in the first `columns`."""
-        first, groups = sequence.num_computed // self.layout.block_size, self.window.groups
-        return self.cache.without_null(sequence.block_ids[first * groups : columns and columns * groups])
 
     def check_idle(self) -> None:
         """Checks, in constant time, a scheduler without sequences; does nothing while any is left.
@@ -608,15 +568,5 @@ class DecodeScheduler:
         self.cache.check()
         if not self.sequences:
             self.check_idle()
-        held: set[tuple[int, Holder]] = set()
-        for sequence in self.sequences.values():
-            own = self._incoming_blocks(sequence) if sequence.state is State.RECEIVING else ()
-            blocks = self.cache.held(sequence) + sequence.retired
-            held |= {(b, Holder("receiving" if b in own else "sequence", sequence.id)) for b in blocks}
-            behind = self.window.of_sliding(sequence.block_ids[: sequence.num_dropped * self.window.groups])
-            if set(behind) - {self.cache.null_block}:
-                raise InvariantError(f"{sequence.id} has blocks in its table that it has given back")
-            if sequence.finished or sequence.num_computed > self.layout.positions_in(len(sequence.block_ids)):
-                raise InvariantError(f"{sequence.id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
-        self.blocks.check_held(held)
+        self._held.check(self.sequences.values())
         self.speculation.check(self.sequences)

@@ -27,7 +27,8 @@ from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_endpoint import MakeEndpoint
 from baton.transfer.rendezvous import EdgeStore
 from baton.transfer.staging_buffers import StagingRoom
-from decode.handover import Admission, Destination, HandOvers
+from decode.admission import Admission, HandOvers
+from decode.handover import Destination
 from decode.receiver import Receiver
 from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine

@@ -30,10 +30,10 @@ from baton.core.liveness import LINK_SILENCE_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.core.step import StepOutcome, StepPlan
+from decode.admission import Admission, HandOvers
 from decode.handover import (
     AbortedByPeer,
     Action,
-    Admission,
     ChunkAnnounced,
     ChunkReceived,
     ChunkRejected,
@@ -41,7 +41,6 @@ from decode.handover import (
     Dropped,
     Ended,
     EndedByCoordinator,
-    HandOvers,
     Peer,
     Ready,
     Receive,

@@ -17,8 +17,10 @@ GENERATED = "baton/v1/"
 # Pure: decides on values and `now` only, so that tests and the simulator drive the same objects.
 PURE_DECODE = (
     "decode/scheduler.py",
+    "decode/admission.py",
     "decode/handover.py",
     "decode/ahead.py",
+    "decode/held_blocks.py",
     "decode/anti_starvation.py",
     *(f"decode/speculation/{name}.py" for name in ("policy", "drafts", "acceptance", "draft_length", "step_cost")),
 )

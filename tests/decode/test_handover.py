@@ -16,11 +16,11 @@ from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
 from baton.core.sequence import Sequence, State
 from decode import handover
+from decode.admission import Admission, HandOvers
 from decode.handover import (
     TABLE,
     AbortedByPeer,
     Action,
-    Admission,
     ChunkAnnounced,
     ChunkReceived,
     ChunkRejected,
@@ -30,7 +30,6 @@ from decode.handover import (
     EndedByCoordinator,
     Event,
     HandOver,
-    HandOvers,
     LinkEnded,
     OfferAccepted,
     Peer,

@@ -12,11 +12,9 @@ LIMIT = 2000
 REQUESTS, DISPATCH, WORKERS, CHOICE = (
     f"coordinator/policy/{n}.py" for n in ("requests", "dispatch", "workers", "choice")
 )
-P_SCHEDULER, P_HANDOVER, D_SCHEDULER, D_HANDOVER = (
-    "prefill/scheduler.py",
-    "prefill/handover.py",
-    "decode/scheduler.py",
-    "decode/handover.py",
+P_SCHEDULER, P_HANDOVER, D_SCHEDULER, D_HANDOVER, D_ADMISSION, HELD_BLOCKS = (
+    *("prefill/scheduler.py", "prefill/handover.py", "decode/scheduler.py", "decode/handover.py"),
+    *("decode/admission.py", "decode/held_blocks.py"),
 )
 LOG, RECONCILE, SEQUENCE = "baton/core/output_log.py", "baton/core/output_log.py", "baton/core/sequence.py"
 
@@ -198,7 +196,7 @@ BUGS = (
     bug(
         "preempted sequence counts as computed",
         1,
-        D_SCHEDULER,
+        HELD_BLOCKS,
         "        sequence.block_ids, sequence.num_computed = (), 0\n",
         "        sequence.block_ids = ()\n",
     ),
@@ -208,13 +206,13 @@ BUGS = (
     bug(
         "partly received block is cached",
         1,
-        D_SCHEDULER,
-        "            num_tokens -= num_tokens % self.layout.block_size\n",
-        "            num_tokens += -num_tokens % self.layout.block_size\n",
+        HELD_BLOCKS,
+        "            num_tokens -= num_tokens % self._layout.block_size\n",
+        "            num_tokens += -num_tokens % self._layout.block_size\n",
     ),
     # Hand-overs.
-    bug("handle reused", 31, D_HANDOVER, "            self._spent.spend(offer.handle, admission.run_clock_ms)\n", ""),
-    bug("tombstone ignored", 56, D_HANDOVER, "if self.tombstones.covers(sequence, now):", "if False:"),
+    bug("handle reused", 31, D_ADMISSION, "            self._spent.spend(offer.handle, admission.run_clock_ms)\n", ""),
+    bug("tombstone ignored", 56, D_ADMISSION, "if self.tombstones.covers(sequence, now):", "if False:"),
     bug(
         "sequence starts when one edge is complete",
         1,
@@ -225,7 +223,7 @@ BUGS = (
     bug(
         "reservation kept after an abort in flight",
         2,
-        D_HANDOVER,
+        D_ADMISSION,
         "                    self.scheduler.receive_ended(sequence_id)\n",
         "                    pass\n",
     ),
