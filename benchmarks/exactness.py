@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.request import SamplingParams
-from baton.engine.draw import Draw
+from baton.core.step import Draw
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner

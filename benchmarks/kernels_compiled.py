@@ -35,9 +35,9 @@ from triton.runtime.jit import JITFunction
 
 from baton.core.model_config import ModelConfig, parse_model_config
 from baton.core.request import SamplingParams
+from baton.core.step import Draw
 from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan
 from baton.engine.batch import RowSpan
-from baton.engine.draw import Draw
 from baton.engine.kernels import fused
 from baton.engine.kernels.linear import FixedLinear
 from baton.engine.kernels.masks import mask_rows

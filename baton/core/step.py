@@ -75,6 +75,20 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """What determines one token that is drawn, besides its logits. `history` is the row's; `drafts` are the draft
+    tokens between it and this draw, which count as output here. `sequence_id` only selects the table of seen tokens to
+    reuse."""
+
+    sampling: SamplingParams
+    choice: int
+    output_index: int
+    history: History | None = None
+    drafts: tuple[int, ...] = ()
+    sequence_id: SequenceId | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DraftRow:
     """Let the draft model compute `tokens` at [start, ...) of a sequence into its own blocks, then draft the next
     `num_draft_tokens` tokens, which are appended to `rows[row]` of the plan. With 0 it only computes KV, and `row` is

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.errors import InvariantError
-from baton.core.step import Row, StepPlan
+from baton.core.step import Draw, Row, StepPlan
 from baton.engine.block_tables import LINES, BlockTables
 from baton.engine.device_stream import to_device
-from baton.engine.draw import Draw
 
 Ints = NDArray[np.int64]
 

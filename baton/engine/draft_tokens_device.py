@@ -15,11 +15,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from baton.core.step import Row, StepPlan
+from baton.core.step import Draw, Row, StepPlan
 from baton.engine.batch import Batch, RowLimits, make_batch
 from baton.engine.block_tables import BlockTables
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device
-from baton.engine.draw import Draw
 from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import Decide
 

@@ -18,8 +18,7 @@ from concurrent.futures import TimeoutError as NotReady
 from pathlib import Path
 
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import GrammarFailure
-from baton.engine.draw import Draw
+from baton.core.step import Draw, GrammarFailure
 from baton.engine.grammar_automaton import Bits, GrammarError, GrammarTooComplex, Masks, check_tokenizer
 from baton.engine.mask_processes import AutomatonHandle, MaskJob, MaskProcesses
 

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import History, Row
+from baton.core.step import Draw, History, Row
 from baton.engine.device_stream import to_device
-from baton.engine.draw import Draw
 from baton.engine.grammar_automaton import Bits
 from baton.engine.grammars import Grammars
 

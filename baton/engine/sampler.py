@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.request import SamplingParams
-from baton.engine.draw import Draw
+from baton.core.step import Draw
 from baton.engine.grammar_automaton import Bits
 from baton.engine.kernels.native import Kernels
 from baton.engine.processors import ApplyMasks

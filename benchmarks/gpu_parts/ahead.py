@@ -30,10 +30,9 @@ import torch
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.model_config import parse_model_config
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
-from baton.core.step import DraftRow, Row, StepPlan
+from baton.core.step import DraftRow, Draw, Row, StepPlan
 from baton.engine.adapters import Adapters
 from baton.engine.batch import RowLimits
-from baton.engine.draw import Draw
 from baton.engine.kv_pool import KVPool
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions

@@ -23,9 +23,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.core.errors import InvariantError
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, finish_reason
-from baton.core.step import DraftRow, GrammarFailure, History, Row, StepPlan
+from baton.core.step import DraftRow, Draw, GrammarFailure, History, Row, StepPlan
 from baton.engine import grammar_automaton, grammars
-from baton.engine.draw import Draw
 from baton.engine.grammar_automaton import (
     COMPILED,
     Automaton,

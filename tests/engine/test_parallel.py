@@ -12,9 +12,8 @@ import torch
 
 from baton.core.errors import InvariantError, StartupError
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepPlan
+from baton.core.step import Draw, Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
-from baton.engine.draw import Draw
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.weights import EMBEDDING, expected_tensors
 from decode.speculation.drafts import ModelDrafts

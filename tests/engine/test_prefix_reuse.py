@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.core.request import GenerateRequest
-from baton.core.step import StepOutcome
-from baton.engine.draw import Draw
+from baton.core.step import Draw, StepOutcome
 from baton.engine.runner import Runner
 from prefill.scheduler import PrefillScheduler
 from tests.support.builders import make_request

@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias
-from baton.core.step import History
-from baton.engine.draw import Draw
+from baton.core.step import Draw, History
 from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import survivors
 from tests.support.plain_sampler import plain_process, plain_sample

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import DraftRow, History, Row, StepPlan
+from baton.core.step import DraftRow, Draw, History, Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
-from baton.engine.draw import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler import pack_draws
 from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass

@@ -15,11 +15,10 @@ import torch
 
 from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepPlan
+from baton.core.step import Draw, Row, StepPlan
 from baton.engine import device as device_module
 from baton.engine.batch import RowSpan
 from baton.engine.device import check_capability, choose_dtype
-from baton.engine.draw import Draw
 from baton.engine.kernels import build
 from baton.engine.loading import largest_step, load_kernels
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.request import SamplingParams, TokenBias
-from baton.core.step import History
-from baton.engine.draw import Draw
+from baton.core.step import Draw, History
 from baton.engine.processors import process
 from baton.engine.sampler import gumbel, noised_logits, survivors
 from tests.support.plain_sampler import plain_process, plain_sample, plain_survivors

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.core.request import SamplingParams
-from baton.engine.draw import Draw
+from baton.core.step import Draw
 from baton.engine.kernels import native
 from baton.engine.processors import ApplyMasks, apply_masks
 from baton.engine.sampler import Choose, chooser, masker

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.core.request import SamplingParams
-from baton.engine.draw import Draw
+from baton.core.step import Draw
 from decode.speculation.engine import SpeculativeEngine
 from tests.engine.test_propose_at_once import PENALTY, WORK, draft_rows, draft_tokens
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.draw import Draw
+from baton.core.step import Draw
 from baton.engine.sampler import choose_tokens
 
 

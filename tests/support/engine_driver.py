@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import History, Row, StepPlan
-from baton.engine.draw import Draw
+from baton.core.step import Draw, History, Row, StepPlan
 from baton.engine.kernels.build import processor_levels
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions

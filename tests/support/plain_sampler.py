@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from baton.core.request import SamplingParams
-from baton.engine.draw import Draw
+from baton.core.step import Draw
 
 
 def plain_process(logits: list[float], draw: Draw) -> list[float]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.draw import Draw
+from baton.core.step import Draw
 from baton.engine.processors import SeenTables, process
 from baton.engine.sampler import Choose, choose_tokens, noised_logits
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.core.step import Draw
 from baton.engine.device_stream import to_device
-from baton.engine.draw import Draw
 from baton.engine.sampler import numbers
 
 _BLOCK = 2048
