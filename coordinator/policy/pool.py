@@ -285,7 +285,8 @@ class Worker:
     def before(self, tenant: str, tokens: int) -> int:
         """Returns how many tokens are computed here before a prompt of a tenant, with `tokens` tokens to compute, is
         done: those that are here, but of long prompts of another tenant no more than of its own, since they take turns
-        (`baton.core.long_rows.Turns`)."""
+        (`baton.core.long_rows.Turns`). A tenant exceeds LONG_STEPS here with a single prompt only (`accepts_prompt`),
+        so this never rises when a prompt is done, nor falls when one is placed."""
         own, long = self.backlog_of.get(tenant, 0), LONG_STEPS * self.step_tokens
         peers = (theirs for other, theirs in self.backlog_of.items() if other != tenant)
         return own + sum(min(theirs, own + tokens) if theirs > long else theirs for theirs in peers)

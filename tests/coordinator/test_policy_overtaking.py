@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.policy.choice import Choice
 from coordinator.policy.pool import LONG_STEPS
@@ -132,3 +134,31 @@ def test_a_prompt_of_few_steps_is_not_overtaken_and_gives_no_way() -> None:
     assert d.names() == ["b2"]
     assert submit(d, of("b3", 2 * STEP), of("c4", LONG_STEPS * STEP)) == []
     assert submit(d, of("b5", 4)) == []
+
+
+PROMPTS = st.tuples(st.sampled_from("abc"), st.sampled_from([1, 4, STEP, 2 * STEP, 3 * STEP, 4 * STEP, 5 * STEP, LONG]))
+
+
+@pytest.mark.parametrize("split", ["always", "never"])
+@given(events=st.lists(PROMPTS | st.integers(0, 5), max_size=30))
+def test_what_goes_before_a_prompt_rises_only_when_one_is_placed_and_falls_only_when_one_is_done(
+    split: Split, events: list[tuple[str, int] | int]
+) -> None:
+    """Else a worker that accepts a prompt could refuse it once it has less to compute, and the dispatcher, which asks
+    again only when a backlog has fallen, would not see that it accepts one."""
+    d = placing(split)
+    worker, placed = d.worker("p0" if split == "always" else "d0"), list[str]()
+
+    def before() -> list[int]:
+        return [worker.before(tenant, tokens) for tenant in "abcd" for tokens in (1, STEP, LONG)]
+
+    for number, event in enumerate(events, 1):
+        earlier = before()
+        if isinstance(event, tuple):
+            d.submit(of(f"{event[0]}{number}", event[1]))
+        elif event < len(placed):
+            d.finish(placed.pop(event))
+        done = before()
+        assert all(now <= then for now, then in zip(done, earlier, strict=True))
+        placed += d.names()
+        assert all(now >= then for now, then in zip(before(), done, strict=True))
