@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from safetensors import SafetensorError, deserialize
 
@@ -15,6 +17,7 @@ from baton.core.model_config import AnyConfig
 from baton.runtime.adapters import read_adapter_files
 from baton.runtime.paths import expanded
 from coordinator.cluster import Cluster
+from coordinator.options import parse_adapters
 from coordinator.policy.adapters import Adapter
 
 
@@ -39,18 +42,30 @@ def read_adapter(name: str, path: str, config: AnyConfig, max_rank: int) -> Adap
     return Adapter(name, AdapterSource(adapter_digest(config_text, weights), directory), int(time.time()))
 
 
+def read_adapters(option: str, config: AnyConfig, max_rank: int) -> list[Adapter]:
+    """Reads the adapters of `--lora`. Raises StartupError."""
+    adapters = []
+    for name, path in parse_adapters(option).items():
+        with _naming(name):
+            adapters.append(read_adapter(name, path, config, max_rank))
+    return adapters
+
+
 def add_adapters(cluster: Cluster, option: str, config: AnyConfig) -> None:
-    """Adds the adapters of `--lora`, words NAME=DIR, which workers load when they join. Raises StartupError."""
-    for word in option.split():
-        name, _, path = word.partition("=")
-        if not path:
-            raise StartupError(f"--lora {word[:200]!r} is not NAME=DIR")
-        try:
-            adapter = read_adapter(name, path, config, cluster.adapters.max_rank)
+    """Adds the adapters of `--lora`, which workers load when they join. Raises StartupError."""
+    for adapter in read_adapters(option, config, cluster.adapters.max_rank):
+        with _naming(adapter.name):
             cluster.adapters.load(adapter)
-        except InvalidRequest as error:
-            raise StartupError(f"--lora {name[:100]}: {error.message}") from None
         cluster.adapters.loaded(adapter)
+
+
+@contextmanager
+def _naming(adapter: str) -> Iterator[None]:
+    """Makes a StartupError about `--lora` of an InvalidRequest."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise StartupError(f"--lora {adapter[:100]}: {error.message}") from None
 
 
 async def load_adapter(cluster: Cluster, name: str, path: str, *, replace: bool) -> None:

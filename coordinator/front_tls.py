@@ -10,8 +10,7 @@ import grpc
 from baton.core.errors import StartupError
 from baton.runtime.paths import expanded
 from baton.runtime.tls import read_pem
-
-CERT_FLAG, KEY_FLAG = "--tls-cert-file", "--tls-key-file"
+from coordinator.options import CERT_FLAG, KEY_FLAG, check_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +26,9 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
         StartupError: one of the two is missing, cannot be read, or they do not match; or the certificate is not valid
             now or is for another use.
     """
-    if not cert_file and not key_file:
+    check_pair(cert_file, key_file)
+    if not cert_file:
         return None
-    if not cert_file or not key_file:
-        given, other = (CERT_FLAG, KEY_FLAG) if cert_file else (KEY_FLAG, CERT_FLAG)
-        raise StartupError(f"{given} requires {other}")
     from baton.runtime import certificates
 
     path = expanded(cert_file)

@@ -6,15 +6,13 @@ import asyncio
 import hashlib
 import logging
 import os
-import re
 import signal
 import socket
 import time
 from pathlib import Path
 from typing import Literal, cast
-from urllib.parse import urlsplit
 
-from baton.core.errors import InvalidRequest, StartupError
+from baton.core.errors import StartupError
 from baton.core.model_config import parse_config, parse_config_json
 from baton.core.names import host_port
 from baton.runtime.batches_access import access_key
@@ -38,20 +36,19 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import HttpServer
 from coordinator.inference.served import ServedModel
 from coordinator.metrics import Metrics
+from coordinator.options import check_options, parse_origins, traffic_of
 from coordinator.pipeline import Pipeline
 from coordinator.policy.adapters import AdapterTable
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.split import Split
-from coordinator.policy.traffic import parse_shares
 from coordinator.responses_store import DatabaseResponses, MemoryResponses, Responses
 from coordinator.structured_output import GrammarCompiler
+from coordinator.text.files import read_file
 from coordinator.text.model import TextModel
 from coordinator.tracing import Tracing
 from coordinator.translate import Translator
 
 log = logging.getLogger("baton.coordinator")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers omit them
 
 
 async def run_coordinator(config: CoordinatorConfig) -> None:
@@ -61,6 +58,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     Raises:
         StartupError: it cannot start, or a part of it has failed.
     """
+    check_options(config)
     token = read_token(config.cluster_token_file)
     check_listening("--control-host", config.control_host, token)
     keys = read_api_keys(config.api_key_file, config.api_key, os.environ.get(FROM_UP, ""))
@@ -97,10 +95,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     )
     cluster.requests.dispatcher.several_tenants = keys.has_several_tenants()
     add_adapters(cluster, config.lora, own_model.config)
-    try:
-        cluster.requests.dispatcher.traffic.set(parse_shares(config.traffic.split()))
-    except InvalidRequest as error:
-        raise StartupError(f"--traffic: {error.message}") from None
+    cluster.requests.dispatcher.traffic = traffic_of(config.traffic)
     loop_watch = LoopWatch()
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s, keys.labelled_tenants())
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
@@ -208,7 +203,7 @@ def _settings(
         request_timeout_s=config.request_timeout_s,
         max_body_bytes=round(config.max_body_mib * (1 << 20)),
         api_keys=keys,
-        allowed_origins=() if routes == "admin" else _origins(config.allowed_origins),
+        allowed_origins=() if routes == "admin" else parse_origins(config.allowed_origins),
         routes=routes,
         local_names_only=not keys and on_loopback(sock.getsockname()[0]),
         strict_fields=config.strict_fields,
@@ -231,8 +226,6 @@ def _responses(config: CoordinatorConfig) -> Responses:
     max_bytes = round(config.responses_mib * (1 << 20))
     if not config.store:
         return MemoryResponses(max_bytes)
-    if not config.data_dir:
-        raise StartupError("--store needs --data-dir")
     return DatabaseResponses(expanded(config.data_dir) / "responses.sqlite", max_bytes)
 
 
@@ -248,29 +241,10 @@ def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:
 def read_own_model(model_dir: Path) -> OwnModel:
     """Reads the model's config.json, and the digest of its tokenizer. Raises StartupError, with one line."""
     path, tokenizer = model_dir / "config.json", model_dir / "tokenizer.json"
-    try:
-        data = path.read_bytes()
-        tokens = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else ""
-    except OSError as error:
-        raise StartupError(f"cannot read {path}: {error.strerror or error}") from None
+    data = read_file(path)
+    tokens = hashlib.sha256(read_file(tokenizer)).hexdigest() if tokenizer.exists() else ""
     config = parse_config(parse_config_json(data))
     return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), config, tokens)
-
-
-def _origins(text: str) -> tuple[str, ...]:
-    """Returns the origins as browsers write them. Raises StartupError for an invalid one."""
-    origins = []
-    for given in filter(None, (origin.strip() for origin in text.split(","))):
-        origin = given.lower()
-        try:
-            parts = urlsplit(origin)
-            valid = origin in ("*", "null") or (parts.port != 0 and _ORIGIN.fullmatch(origin))
-        except ValueError:  # an invalid address between brackets, or an invalid port
-            valid = False
-        if not valid:
-            raise StartupError(f"--allowed-origins: {given[:100]!r} is not an origin such as https://chat.example")
-        origins.append(origin.removesuffix(_DEFAULT_PORTS.get(parts.scheme, " ")))
-    return tuple(origins)
 
 
 def _set_both(one: asyncio.Event, other: asyncio.Event) -> None:

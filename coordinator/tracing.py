@@ -8,13 +8,12 @@ accept.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from baton.core.errors import StartupError
+from coordinator.options import ENDPOINT_FLAG, check_endpoint
 from coordinator.recent import Record
 
-FLAG = "--otlp-endpoint"
 _PATH = "/v1/traces"
 
 
@@ -26,8 +25,7 @@ class Tracing:
         Raises:
             StartupError: `endpoint` is not a URL, or the packages of the extra are not installed.
         """
-        if not re.fullmatch(r"https?://[^/\s]+\S*", endpoint):
-            raise StartupError(f"{FLAG} {endpoint[:100]!r} is not a URL such as http://127.0.0.1:4318")
+        check_endpoint(endpoint)
         try:
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -36,7 +34,7 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            message = f"{FLAG} requires an extra: pip install 'baton-serve[otel]' ({error})"
+            message = f"{ENDPOINT_FLAG} requires an extra: pip install 'baton-serve[otel]' ({error})"
             raise StartupError(message) from None
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": "baton"}))

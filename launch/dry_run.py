@@ -28,6 +28,7 @@ from baton.engine.device import choose_device, choose_dtype
 from baton.engine.kernels.build import level_of
 from baton.engine.memory import default_budget, draft_share, unread_sizes
 from baton.engine.quantize import check_quantize
+from baton.engine.selftest import check_exact
 from baton.runtime.config import WorkerConfig
 from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.transfer.nccl import MAX_CTAS
@@ -170,6 +171,10 @@ def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path
     device = torch.device("cuda", 0) if options.device == "cuda" else choose_device(options.device)
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
+    level = _level(options, device)
+    if options.exact and device.type == "cpu":
+        with naming(part.name):
+            check_exact(options.block_size, dtype, level or "torch", compiled=level is not None)
     layout, parameters = unread_sizes(
         model_dir,
         config,
@@ -179,7 +184,7 @@ def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path
         rank,
         kv_dtype=options.kv_dtype,
         quantize=options.quantize,
-        level=_level(options, device),
+        level=level,
     )
     mine = local_layout(layout, size, rank)
     longest = config.longest(options.max_model_len)
@@ -205,7 +210,7 @@ def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path
         edges,
         edges * channel_bytes,
         staging // size + kept_limit(staging, size),
-        _draft_bytes(part, model_dir, longest, blocks, dtype, _level(options, device)),
+        _draft_bytes(part, model_dir, longest, blocks, dtype, level),
     )
 
 

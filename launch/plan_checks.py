@@ -23,6 +23,8 @@ from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import CoordinatorConfig, WorkerConfig, resolve
 from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.runtime.token_file import read_token
+from coordinator.api_keys import read_api_keys
+from coordinator.options import check_options
 from coordinator.text.pooling import read_pooling
 from launch.plan import COORDINATOR, Plan
 from launch.topology import WorkerPlace
@@ -31,8 +33,11 @@ from launch.topology import WorkerPlace
 def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     """Raises StartupError for the first worker that cannot start, or does not match an earlier one, with its name."""
     config = _model_config(plan.model)
+    coordinator = coordinator_options(plan, environment)
+    with naming(COORDINATOR):
+        check_options(coordinator)
     resolved = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
-    _check_roles(plan, config, environment)
+    _check_roles(plan, config, coordinator)
     if config is not None:
         for worker, options in resolved:
             with naming(worker.name):
@@ -78,13 +83,17 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
         earlier.append((worker, facts))
 
 
-def _check_roles(plan: Plan, config: AnyConfig | None, environment: Mapping[str, str]) -> None:
+def coordinator_options(plan: Plan, environment: Mapping[str, str] = os.environ) -> CoordinatorConfig:
+    """Returns the coordinator's options, as its process would have them."""
+    return resolve(CoordinatorConfig, file={}, env=environment, flags=plan.topology.coordinator.options)
+
+
+def _check_roles(plan: Plan, config: AnyConfig | None, options: CoordinatorConfig) -> None:
     """Raises StartupError if a role without workers is needed: decode by a model that generates, as far as that is
     known here, and prefill by one that does not."""
     roles = {worker.role for worker in plan.topology.workers}
     if len(roles) > 1:
         return
-    options = resolve(CoordinatorConfig, file={}, env=environment, flags=plan.topology.coordinator.options)
     generates = {"generate": True, "pooling": False}.get(options.runner)
     if options.runner == "auto" and config is not None:
         generates = read_pooling(resolve_model(plan.model)).generates
@@ -123,8 +132,9 @@ def host_memory_bytes() -> int:
 
 
 def check_files(plan: Plan, nodes: Collection[str]) -> None:
-    """Raises StartupError, with the member's name, for the first member on `nodes` (this host) whose model, draft model
-    or cluster token is missing, or that would listen off loopback without a token."""
+    """Raises StartupError, with the member's name, for the first member on `nodes` (this host) whose model, draft
+    model, LoRA adapter, cluster token, API keys or certificates it could not use, or that would listen off loopback
+    without a token."""
     place, parts = plan.topology.coordinator, [part for part in plan.parts if part.node.name in nodes]
     members = [COORDINATOR] * (place.node in nodes) + [part.name for part in parts]
     if not members:
@@ -133,15 +143,37 @@ def check_files(plan: Plan, nodes: Collection[str]) -> None:
         model = resolve_model(plan.model)
     if place.node in nodes:
         with naming(COORDINATOR):
-            token_file = resolve(CoordinatorConfig, file={}, env=os.environ, flags=place.options).cluster_token_file
-            check_listening("--control-host", plan.topology.front.address, read_token(token_file))
+            options = coordinator_options(plan)
+            check_listening("--control-host", plan.topology.front.address, read_token(options.cluster_token_file))
+            read_api_keys(options.api_key_file)
+            _check_certificates(options.cluster_tls_dir, "coordinator")
+            if options.tls_cert_file:
+                from coordinator.front_tls import read_front_tls  # with gRPC
+
+                read_front_tls(options.tls_cert_file, options.tls_key_file)
+            _check_adapters(options, _model_config(plan.model))
     for part in (part for part in parts if part.node_rank == 0):  # only a worker's leader drafts and listens
         with naming(part.name):
             resolved = resolve(WorkerConfig, file={}, env=os.environ, flags=part.worker.options)
             check_listening("--host", part.node.address, read_token(resolved.cluster_token_file))
+            _check_certificates(resolved.cluster_tls_dir, part.role)
             if part.role == "decode":
                 with naming("--draft"):
                     resolve_draft(resolved.draft, model)
+
+
+def _check_certificates(directory: str, role: str) -> None:
+    if directory:
+        from baton.runtime.tls import read_cluster_tls  # with gRPC
+
+        read_cluster_tls(directory, role)
+
+
+def _check_adapters(options: CoordinatorConfig, config: AnyConfig | None) -> None:
+    if options.lora and config is not None:
+        from coordinator.adapters import read_adapters  # with safetensors
+
+        read_adapters(options.lora, config, options.max_lora_rank)
 
 
 @contextlib.contextmanager

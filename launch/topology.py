@@ -40,7 +40,7 @@ from typing import Any
 from baton.core.commands import Role
 from baton.core.cores import parse_cores
 from baton.core.errors import StartupError
-from baton.core.names import address_error, name_error, unbracketed
+from baton.core.names import address_error, model_name_error, name_error, unbracketed
 from baton.core.reshard import MAX_TENSOR_PARALLEL
 from baton.runtime.config import BatchesConfig, CoordinatorConfig, WorkerConfig, from_table, nearest, option
 
@@ -137,7 +137,7 @@ class Topology:
 @dataclass(frozen=True, slots=True)
 class _TopTable:
     model: str = option("auto", "")
-    served_model_name: str = option("", "", model_name=True)
+    served_model_name: str = option("", "", check=model_name_error)
 
 
 @dataclass(frozen=True, slots=True)

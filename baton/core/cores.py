@@ -22,12 +22,26 @@ def parse_cores(text: str, where: str) -> tuple[int, ...]:
     Raises:
         StartupError: the text has another form; `where` names its origin.
     """
+    cores = _parse(text)
+    if isinstance(cores, str):
+        raise StartupError(f"{where} {cores}")
+    return cores
+
+
+def cores_error(text: str) -> str | None:
+    """Returns why `parse_cores` would refuse a text, in one line that follows its option's name; None if it parses."""
+    cores = _parse(text)
+    return cores if isinstance(cores, str) else None
+
+
+def _parse(text: str) -> tuple[int, ...] | str:
+    """Returns the cores, or what is wrong with the text."""
     cores: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or len(first + last) > 8:
-            raise StartupError(f"{where} must look like 0-3,8, not {text!r:.60}")
+            return f"must look like 0-3,8, not {text!r:.60}"
         cores += range(int(first), int(last or first) + 1)
     if not cores or len(set(cores)) != len(cores):
-        raise StartupError(f"{where}: {text!r:.60} names no core, or a core twice")
+        return f"names no core, or a core twice: {text!r:.60}"
     return tuple(cores)

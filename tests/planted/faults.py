@@ -426,7 +426,7 @@ FAULTS = (
     ),
     Fault(
         "coordinator/serving.py",
-        '() if routes == "admin" else _origins(',
+        '() if routes == "admin" else parse_origins(',
         "_origins(",
         "tests/cluster/test_secured.py",
     ),

@@ -52,9 +52,9 @@ def other_value(f: Field[Any]) -> Any:
         return not f.default
     if f.metadata["choices"]:
         return next(choice for choice in f.metadata["choices"] if choice != f.default)
-    if f.metadata["dialled"]:
-        return "elsewhere:1"
-    return "elsewhere" if isinstance(f.default, str) else f.default + 1
+    check = f.metadata["check"] or (lambda text: None)
+    texts = (text for text in ("elsewhere", "elsewhere:1", "others") if check(text) is None)
+    return next(texts) if isinstance(f.default, str) else f.default + 1
 
 
 @pytest.mark.parametrize(("cls", "f"), FIELDS, ids=name_of)

@@ -42,7 +42,7 @@ def interpreted_runner(model_dir: Path, **options: Any) -> Runner:
     patches = {
         "build_model": build_model,
         "how_to_compute": computing._on_cuda,
-        "check_exact": lambda *_: None,
+        "check_exact": lambda *_, **__: None,
         "prove_row_invariance": lambda *_: None,
         "warm_up": lambda *_: None,
     }
