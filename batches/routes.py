@@ -97,6 +97,7 @@ class BatchRoutes:
             self._route("GET", "/v1/batches", self._batches),
             self._route("GET", "/v1/batches/{batch_id}", self._batch),
             self._route("POST", "/v1/batches/{batch_id}/cancel", self._cancel),
+            self._route("GET", "/figures", self._figures),
         ]
 
     def app(self) -> Starlette:
@@ -193,6 +194,9 @@ class BatchRoutes:
 
     async def _batch(self, request: Request, owner: Owner) -> Response:
         return await self._one(self._store.batch, owner, request.path_params["batch_id"])
+
+    async def _figures(self, request: Request, owner: Owner) -> Response:
+        return _json(await self._runner.figures())
 
     async def _cancel(self, request: Request, owner: Owner) -> Response:
         answer = await self._one(self._store.cancel, owner, request.path_params["batch_id"])

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
@@ -58,10 +59,19 @@ class BatchRunner:
         self._room = asyncio.Semaphore(MAX_RUNNING)
         self._sending: set[str] = set()  # batches that send lines
         self._draining = asyncio.Event()  # no line is sent any more
+        # Since the start of the process: lines that have their response, by status, and further tries of lines.
+        self._answered: Counter[int] = Counter()
+        self._retries = self._running = 0
 
     async def on_disk(self, call: Callable[..., _T], *args: Any) -> _T:
         """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""
         return await self._disk.run(call, *args)
+
+    async def figures(self) -> dict[str, Any]:
+        """Returns what `/metrics` of the coordinator shows. Raises StorageFailed."""
+        answered = {str(status): count for status, count in self._answered.items()}
+        lines = {"running": self._running, "retries": self._retries, "answered": answered}
+        return {"lines": lines, **await self.on_disk(self._store.figures)}
 
     def storage_failed(self, error: OSError) -> StorageFailed:
         """Returns the error for a client whose file could not be written."""
@@ -211,10 +221,16 @@ class BatchRunner:
             async with self._room:
                 if self._draining.is_set():
                     return line, None
-                answer = await self._ask(endpoint, line.body, key)
+                self._running += 1
+                try:
+                    answer = await self._ask(endpoint, line.body, key)
+                finally:
+                    self._running -= 1
             failures += answer.status in (500, 502)
             if answer.status not in RETRIED or failures >= MAX_FAILURES:
+                self._answered[answer.status] += 1
                 return line, answer
+            self._retries += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(pause_s, min(answer.retry_after_s, most_s))):
                     await self._draining.wait()

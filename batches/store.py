@@ -139,10 +139,7 @@ class BatchStore:
         held, own = self._db.execute(query, (owner.tenant,)).fetchone()
         query = f"select coalesce(sum(input_bytes), 0) from batches where owner = ? and {_UNFINISHED}"
         own += self._db.execute(query, (owner.tenant,)).fetchone()[0]
-        size, count, free = (
-            self._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
-        )
-        held += size * (count - free)
+        held += self._database_bytes()
         if held + more > self._max_bytes:
             message = f"files are limited to {self._max_bytes} bytes in total: delete some"
             raise QuotaExceeded(message, code="storage_full")
@@ -150,6 +147,23 @@ class BatchStore:
         if owner.several_tenants and more > left:
             message = f"your share of the storage, half of what other tenants leave, has room for {max(0, left)} bytes"
             raise QuotaExceeded(f"{message}: delete some files", code="storage_full")
+
+    def _database_bytes(self) -> int:
+        size, count, free = (
+            self._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
+        )
+        return int(size * (count - free))
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the number of batches that have not ended, by status, and the bytes that are stored and allowed."""
+        query = f"select status, count(*) from batches where {_UNFINISHED} group by status"
+        unfinished = dict(self._db.execute(query).fetchall())
+        of_files = self._db.execute("select coalesce(sum(bytes), 0) from files").fetchone()[0]
+        return {
+            "unfinished": unfinished,
+            "stored_bytes": of_files + self._database_bytes(),
+            "max_bytes": self._max_bytes,
+        }
 
     def add_file(self, owner: Owner, part: Path, filename: str, purpose: str) -> dict[str, Any]:
         """Moves content that was written to `part` into the store; returns the file object of OpenAI's API.

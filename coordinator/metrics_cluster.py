@@ -1,5 +1,5 @@
 """The metrics that are read from the `/workers` document at each scrape: queue, event loop, workers, and pools, whose
-totals include workers that have left."""
+totals include workers that have left; and from the figures of the batches process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _METRIC_NAMES = {"worker_s": "worker_seconds", "step_s": "step_seconds", "blocks
 
 
 class ClusterMetrics(Collector):
-    """Collects the state of the queue, the event loop and the workers from the `/workers` document."""
+    """Collects the state of the queue, the event loop and the workers from the `/workers` document, to which `batches`
+    is added: None without a batches process, empty if it does not reply."""
 
     def __init__(self, cluster: Mapping[str, Any]) -> None:
         self._cluster = cluster
@@ -130,3 +131,28 @@ class ClusterMetrics(Collector):
             for w in (w for w in workers if w.get("gpu")):
                 made.add_metric([w["id"], w["role"]], w["gpu"][name])
             yield made
+        if (batches := known.get("batches")) is not None:
+            yield from _of_batches(batches)
+
+
+def _of_batches(figures: Mapping[str, Any]) -> Iterable[Metric]:
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    yield gauge("baton_batches_up", "1 while the batches process replies", value=float(bool(figures)))
+    if not figures:
+        return
+    unfinished = gauge("baton_batches_unfinished", "batches that have not ended, by status", labels=["status"])
+    for status, count in figures["unfinished"].items():
+        unfinished.add_metric([status], count)
+    yield unfinished
+    lines = figures["lines"]
+    yield gauge("baton_batch_lines_running", "lines of batches whose requests run", value=lines["running"])
+    answered = counter(
+        "baton_batch_lines", "lines of batches that got their response, by its status", labels=["status"]
+    )
+    for status, count in lines["answered"].items():
+        answered.add_metric([status], count)
+    yield answered
+    again = "times a line was sent again, because it was refused or failed with a cluster error"
+    yield counter("baton_batch_line_retries", again, value=lines["retries"])
+    yield gauge("baton_batches_stored_bytes", "bytes of files and batches on disk", value=figures["stored_bytes"])
+    yield gauge("baton_batches_max_bytes", "the limit of these, `--max-data-mib`", value=figures["max_bytes"])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -249,9 +249,9 @@ class Pipeline:
             self._tasks = len(asyncio.all_tasks()), now
         return self._tasks[0]
 
-    async def metrics(self) -> bytes:
-        """The `/metrics` document."""
-        return await asyncio.to_thread(self._metrics.text, self.workers())
+    async def metrics(self, batches: Mapping[str, Any] | None = None) -> bytes:
+        """The `/metrics` document, with the figures of the batches process, if any; empty: it does not reply."""
+        return await asyncio.to_thread(self._metrics.text, self.workers() | {"batches": batches})
 
     def answered(self, status: int, seconds: float) -> None:
         """Counts a response that begins so long after the request's head, even if that never reached `generate`."""

@@ -119,7 +119,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     if apart:
         admin = bind(config.control_host, config.admin_port, take_over=config.take_over)
         share(admin)
-        apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin)))
+        apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin, batches_key)))
         servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
     credentials = front_tls.credentials if front_tls else None
     options = settings.max_body_bytes, keys, credentials, config.strict_fields

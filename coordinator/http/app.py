@@ -31,7 +31,7 @@ from baton.runtime.status import HttpProblem, printable
 from coordinator.anthropic.render import MessagesRender, model_object, model_page
 from coordinator.anthropic.schema import CountTokensBody, MessagesBody
 from coordinator.api_keys import ApiKeys
-from coordinator.http.batches import BatchesProxy, limit_of
+from coordinator.http.batches import BatchesClient, BatchesProxy, limit_of
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import (
     MESSAGES,
@@ -155,12 +155,10 @@ def create_app(
         parts = front.reader, front.parser, settings.strict_fields
         InferenceRoutes(pipeline, front.translator, inference, *parts).add_to(app)
         PoolingRoutes(pipeline, front.translator, front.read_request, front.make_head).add_to(app)
-    batches: BatchesProxy | None = None
-    if settings.batches_address and settings.routes != "admin":
-        batches = BatchesProxy(
+    if front.batches is not None and settings.routes != "admin":
+        BatchesProxy(
             app,
-            settings.batches_address,
-            settings.batches_key or "",
+            front.batches,
             settings.api_keys,
             front.reader,
             settings.allowed_origins,
@@ -173,8 +171,8 @@ def create_app(
 
     async def close() -> None:
         front.parser.close()
-        if batches is not None:
-            await batches.close()
+        if front.batches is not None:
+            await front.batches.close()
 
     app.state.close = close
     served: tuple[tuple[Any, ...], ...] = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
@@ -233,6 +231,8 @@ class _Front:
         self, pipeline: Pipeline, text: TextModel, settings: HttpSettings, responses: Responses | None
     ) -> None:
         self.kept = KeptResponses(responses or MemoryResponses(MAX_RESPONSES_BYTES))
+        address, key = settings.batches_address, settings.batches_key or ""
+        self.batches = BatchesClient(address, key) if address else None
         self._pipeline = pipeline
         self._text = text
         self._settings = settings
@@ -459,7 +459,8 @@ class _Front:
         return json_response(await off_loop(len(timelines) > 50, _as_json, timelines))
 
     async def metrics(self) -> Response:
-        return Response(await self._pipeline.metrics(), headers={"content-type": CONTENT_TYPE})
+        batches = None if self.batches is None else await self.batches.figures() or {}
+        return Response(await self._pipeline.metrics(batches), headers={"content-type": CONTENT_TYPE})
 
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})

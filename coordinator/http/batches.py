@@ -1,4 +1,5 @@
-"""`/v1/files` and `/v1/batches`: each request is checked here, and answered by the batches process.
+"""`/v1/files` and `/v1/batches`: each request is checked here, and answered by the batches process. Its figures are
+part of `/metrics`.
 
 The client's tenant and API key go with it (baton/runtime/batches_access.py). The form of an upload and the content of a
 file are passed on as they arrive, at the pace of the slower side.
@@ -11,7 +12,7 @@ import importlib
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import orjson
@@ -47,24 +48,67 @@ BUFFER_BYTES = 64 * 1024
 """Of the kernel, for each connection: by default it would hold megabytes for a client that reads slowly."""
 
 
+FIGURES_S = 1.0
+
+
+class BatchesClient:
+    """State: the connections to the batches process at `address`. `key` is that of `access_key`."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self.url, self.key = f"http://{address}", key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def session(self) -> aiohttp.ClientSession:
+        """Returns the session, made by the first request: importing the library takes 0.2 s of a start."""
+        if self._session is not None:
+            return self._session
+        await asyncio.to_thread(importlib.import_module, "aiohttp")
+        import aiohttp
+
+        if self._session is None:  # two first requests may have waited for the import
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, socket_factory=_small_socket),
+                timeout=aiohttp.ClientTimeout(connect=ANSWER_S, sock_connect=CONNECT_S, sock_read=ANSWER_S),
+                auto_decompress=False,
+                skip_auto_headers=("user-agent", "content-type"),
+            )
+        return self._session
+
+    async def figures(self) -> dict[str, Any] | None:
+        """Returns the figures of the process (`BatchRunner.figures`); None if it sends none within FIGURES_S."""
+        session = await self.session()
+        import aiohttp
+
+        try:
+            async with (
+                asyncio.timeout(FIGURES_S),
+                session.get(f"{self.url}/figures", headers=headers_for(Owner(), self.key)) as answer,
+            ):
+                figures: dict[str, Any] | None = orjson.loads(await answer.read()) if answer.status == 200 else None
+                return figures
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return None
+
+
 class BatchesProxy:
-    """State: the connections to the batches process at `address`. `key` is that of `access_key`; `report` is called
-    with the endpoint and the names of ignored fields."""
+    """`report` is called with the endpoint and the names of ignored fields."""
 
     def __init__(
         self,
         app: Starlette,
-        address: str,
-        key: str,
+        client: BatchesClient,
         keys: ApiKeys,
         reader: BodyReader,
         allowed_origins: Collection[str],
         report: Callable[[str, Collection[str]], None],
         strict_fields: bool,
     ) -> None:
-        self._url, self._key, self._reader, self._origins = f"http://{address}", key, reader, allowed_origins
+        self._client, self._reader, self._origins = client, reader, allowed_origins
         self._report, self._strict, self._several = report, strict_fields, keys.has_several_tenants()
-        self._session: aiohttp.ClientSession | None = None
         add_route(app, "POST", "/v1/files", self.upload, "File")
         add_route(app, "GET", "/v1/files", self.files, "FileList")
         add_route(app, "GET", "/v1/files/{file_id}", self.file, "File")
@@ -74,10 +118,6 @@ class BatchesProxy:
         add_route(app, "GET", "/v1/batches", self.batches, "BatchList")
         add_route(app, "GET", "/v1/batches/{batch_id}", self.batch, "Batch")
         add_route(app, "POST", "/v1/batches/{batch_id}/cancel", self.cancel, "Batch")
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
 
     async def upload(self, request: Request) -> Response:
         check_origin(request, self._origins)
@@ -133,13 +173,13 @@ class BatchesProxy:
             Unavailable: the process cannot be reached, or does not answer.
             Cancelled: the client disconnected during its upload.
         """
-        session = await self._connected()
+        session = await self._client.session()
         import aiohttp
         from yarl import URL
 
         client: Client = request.scope[CLIENT]
-        named = headers_for(Owner(client.tenant, client.key, self._several), self._key)
-        url = URL(self._url + path, encoded=True).with_query(query)
+        named = headers_for(Owner(client.tenant, client.key, self._several), self._client.key)
+        url = URL(self._client.url + path, encoded=True).with_query(query)
         try:
             answer = await session.request(
                 request.method, url, data=body, headers=named | (headers or {}), allow_redirects=False
@@ -156,22 +196,6 @@ class BatchesProxy:
         if given := answer.headers.get("x-ignored-fields"):
             self._name_ignored(request, given.split(", "))
         return Response(content, answer.status, _kept(answer))
-
-    async def _connected(self) -> aiohttp.ClientSession:
-        """Returns the session, made by the first request: importing the library takes 0.2 s of a start."""
-        if self._session is not None:
-            return self._session
-        await asyncio.to_thread(importlib.import_module, "aiohttp")
-        import aiohttp
-
-        if self._session is None:  # two first requests may have waited for the import
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, socket_factory=_small_socket),
-                timeout=aiohttp.ClientTimeout(connect=ANSWER_S, sock_connect=CONNECT_S, sock_read=ANSWER_S),
-                auto_decompress=False,
-                skip_auto_headers=("user-agent", "content-type"),
-            )
-        return self._session
 
     def _name_ignored(self, request: Request, ignored: Collection[str]) -> None:
         request.scope[IGNORED] = ignored

@@ -110,6 +110,40 @@ async def test_calls_are_answered_with_503_while_the_batches_process_is_away(
     await app.state.close()
 
 
+async def test_metrics_have_the_figures_of_the_batches_process(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "RETRIES_S", (0.01, 0.02))
+    generator = Echo()
+    generator.refusals = 1
+    async with served(tmp_path, generator, text_model) as (client, both), httpx.AsyncClient(base_url=both.url) as http:
+        await ended(client, (await submit(client, line("a"), line("b", max_tokens=0))).id)
+        generator.hold = asyncio.Event()
+        batch = await submit(client, line("c"))
+        async with asyncio.timeout(10):
+            while (figures := await both.runner.figures())["lines"]["running"] == 0:
+                await asyncio.sleep(0.01)
+        assert figures["lines"] == {"running": 1, "retries": 1, "answered": {"200": 1, "400": 1}}
+        assert figures["unfinished"] == {"in_progress": 1} and 0 < figures["stored_bytes"] < figures["max_bytes"]
+        assert (await http.get("/metrics")).text == f"# batches: {figures}\n"
+        generator.hold.set()
+        await ended(client, batch.id)
+
+        async def fail() -> None:
+            raise OSError("the disk is away")
+
+        monkeypatch.setattr(both.runner, "figures", fail)
+        assert (await http.get("/metrics")).text == "# batches: {}\n"
+
+
+async def test_metrics_are_served_while_the_batches_process_is_away(text_model: TextModel) -> None:
+    settings = HttpSettings("tiny", batches_address="127.0.0.1:1", batches_key="")
+    app = create_app(FakeGenerator(), text_model, settings)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as http:
+        assert (await http.get("/metrics")).text == "# batches: {}\n"
+    await app.state.close()
+
+
 async def test_batches_wait_while_the_coordinator_is_away_and_say_so_once(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,6 +32,12 @@ CLUSTER: dict[str, Any] = {
     ],
     "joins_refused": {"dtype": 2},
     "flips": {"decode": 3},
+    "batches": {
+        "lines": {"running": 2, "retries": 5, "answered": {"200": 30, "400": 1}},
+        "unfinished": {"in_progress": 1, "validating": 2},
+        "stored_bytes": 5000,
+        "max_bytes": 9000,
+    },
     "tenants": {"acme": {"running": 3, "queued": 2}, "other": {"running": 1, "queued": 0}},
     "coordinator": {
         "requests": 7,

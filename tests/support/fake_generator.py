@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from baton.core.errors import BatonError
 from baton.core.request import FinishReason
@@ -125,8 +126,8 @@ class FakeGenerator:
     def request(self, request_id: str) -> list[Record]:
         return [record for record in self.records if record.request_id == request_id]
 
-    async def metrics(self) -> bytes:
-        return b"# nothing\n"
+    async def metrics(self, batches: Mapping[str, Any] | None = None) -> bytes:
+        return f"# batches: {batches}\n".encode()
 
     def ignored(self, endpoint: str, names: Collection[str]) -> None:
         self.ignored_fields += [(endpoint, name) for name in sorted(names)]
