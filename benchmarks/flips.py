@@ -54,9 +54,9 @@ from sim.trace import TraceRow
 WORKERS, PHASES = 4, 2
 LONG, SHORT = (Lengths(600, 1200), Lengths(8, 16)), (Lengths(32, 64), Lengths(256, 384))
 MIX_SLO = Slo(5.0, 0.06)
-WORK = (2.5, 2.0)
+WORK = (2.5, 1.6)
 """Workers of prefill that a phase of long prompts keeps busy, and of decode that one of long outputs does: more than
-2:2 has, beside what the first phase leaves to it, and less than three."""
+2:2 has in the first phase, and in the second beside what the first has left to it; less than three."""
 DOWN_S = 10.0
 FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
 """From a worker's last sequence to its join in that role, in the simulator (flip.md)."""
