@@ -349,7 +349,8 @@ class Dispatcher:
     def _overtaken_below(self, choice: Choice, each: WorkerClass, without: tuple[Pool, ...]) -> float:
         """Returns the counter below which other tenants go past a choice for which these pools of a class have no room:
         none, unless its prompt is long and lacks a worker to compute it."""
-        tokens, steps = choice.request.num_prefill_tokens, max((w.step_tokens for w in without[-1].workers), default=0)
+        longest = without[-1].most_blocks.values()  # of each block size, a worker with the longest steps
+        tokens, steps = choice.request.num_prefill_tokens, max((w.step_tokens for w in longest), default=0)
         computes = each.prefill in without or self._prompts_on_decode(each)
         if choice.prompt_charged or not computes or tokens <= LONG_STEPS * steps:
             return -math.inf
