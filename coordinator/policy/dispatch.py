@@ -251,12 +251,22 @@ class Dispatcher:
         that it has."""
         if not self.drain_rate.measured:
             return
-        wait_s = self.drain_rate.seconds(self._queue.ahead(tenant, priority, weight))
+        wait_s = self.drain_rate.seconds(self._queue.ahead(tenant, priority, weight, self._long_tokens()))
         if wait_s is not None and wait_s > limit_s:
             self.refused += choices
             message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.6g} s away"
             retry_after_s = max(1.0, min(wait_s - limit_s, MAX_RETRY_S))
             raise Unavailable(message, code="would_exceed_deadline", retry_after_s=retry_after_s)
+
+    def _long_tokens(self) -> float:
+        """Returns how many tokens a prompt has at most that none of the present classes lets others go past."""
+        steps = (
+            max(w.step_tokens for w in pool.most_blocks.values())
+            for each in self._workers.classes
+            for pool in (each.pools if self._prompts_on_decode(each) else (each.prefill,))
+            if pool.most_blocks
+        )
+        return LONG_STEPS * min(steps, default=math.inf)
 
     def submit_later(self, choice: Choice, first: ChoiceId) -> None:
         """Queues a later choice of the request whose first choice is `first`."""

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from baton.core.errors import InvariantError
 from baton.core.virtual_counters import VirtualCounters
@@ -119,20 +120,21 @@ class FairQueue:
                 if choice.queue_position is not None:
                     passed[self._place_of(choice)[1]] += 1
 
-    def ahead(self, tenant: str, priority: int, weight: int) -> float:
+    def ahead(self, tenant: str, priority: int, weight: int, long_tokens: float = inf) -> float:
         """Returns how many prompt tokens go before a new choice that is added now: those of its tenant, of lower
-        `priority` values, and of other tenants until their counters reach its own, long prompts included that it may
-        go past (policy.overtaking). More go before one with a higher value."""
+        `priority` values, and of other tenants until their counters reach its own, without a prompt of more than
+        `long_tokens` tokens that it may go past (policy.overtaking). More go before one with a higher value."""
         own = self._levels.get(priority) or _Level()
         before: float = sum(sum(level.tokens.values()) for value, level in self._levels.items() if value < priority)
         counters, open_tenants = own.counters, own.open(self._held)
         at = counters.of(tenant) if tenant in open_tenants else counters.after_idle(tenant, open_tenants)
         mine = sum(tokens for lane, tokens in own.tokens.items() if lane[0] == tenant and lane is not _RESUMED)
-        for lane, tokens in own.tokens.items():
+        for lane, entries in own.lanes.items():
             if lane is _RESUMED or lane[0] == tenant:
-                before += tokens
+                before += own.tokens[lane]
             elif lane[1] not in self._held:
-                before += min(tokens, max(0.0, at + mine / weight - counters.of(lane[0])))
+                most = max(0.0, at + mine / weight - counters.of(lane[0]))
+                before += min(most, _tokens_until(entries, most, long_tokens))
         return before
 
     def counter(self, choice: Choice, prompt_tokens: int = 0) -> float:
@@ -203,3 +205,15 @@ class FairQueue:
         without_decode = sum(not choice.needs_decode for choice in queued)
         if counted != (len(queued), without_decode, tokens.total(), waiting, tokens):
             raise InvariantError(f"{self!r} counts {counted}, not {without_decode}, {waiting} and {tokens}")
+
+
+def _tokens_until(entries: Iterable[tuple[QueuePosition, Choice]], most: float, long_tokens: float) -> int:
+    """Returns the prompt tokens of choices until they are `most`, or up to one of more than `long_tokens` that would
+    end beyond."""
+    total = 0
+    for _, choice in entries:
+        tokens = choice.request.num_prefill_tokens
+        if total >= most or (tokens > long_tokens and total + tokens > most):
+            break
+        total += tokens
+    return total

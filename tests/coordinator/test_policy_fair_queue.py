@@ -357,3 +357,26 @@ def test_what_goes_before_a_choice_follows_from_the_counters() -> None:
     assert ahead(queue, later) == 20 + 4 + 50
     queue.hold("c")
     assert ahead(queue, of("a", 9)) == 20 + 4
+
+
+def test_a_long_prompt_is_before_a_choice_only_if_that_one_may_not_go_past_it() -> None:
+    queue = FairQueue()
+    for number, prompt in enumerate((5, 100, 5)):
+        queue.add(of("a", number, prompt))
+    queue.add(of("b", 0, prompt=60))
+
+    def before(long_tokens: float) -> float:
+        return queue.ahead("b", 0, 1, long_tokens)
+
+    assert (before(99), before(100)) == (60 + 5, 60 + 60), "past the prompt of 100, which would end at 105"
+    queue.add(of("b", 1, prompt=45))
+    assert before(99) == 105 + 105, "their turn comes at 105 as well"
+
+
+def test_no_request_is_refused_for_a_long_prompt_that_it_would_go_past() -> None:
+    d = full(several_tenants=False)
+    d.submit(of("a", 0, prompt=900))
+    d.submit(of("b", 0, prompt=8))
+    d.dispatcher.check_deadline("b", 0, 1, 0.1)
+    with pytest.raises(Unavailable, match=r"about 0\.1 s are before this one"):
+        d.dispatcher.check_deadline("b", 0, 1, 0.07)
