@@ -2,19 +2,22 @@
 
     python benchmarks/tenants.py                     one prefill and one decode worker, built-in model, 60 s overloaded
     python benchmarks/tenants.py --seconds 10        a short run
+    python benchmarks/tenants.py --quota 0.4         each worker with 0.4 of a core, as root
 
 In turns on one cluster: the peak, by a closed loop of one tenant; two small tenants alone, each with a twentieth of the
 peak; the same two beside a third one that sends ten times as much as each; and beside one that sends so much that three
 times the peak arrives. A refused request is not sent again. Times are those of a client on the same cores,
 which does as little as it can: it reads of an answer no more than where it ends. Beside them are the coordinator's own:
-to the first token from its log, to a refusal (from the head of the request to the response) from
-`baton_http_refusal_seconds`; and the processor time of each process. A run takes 3.5 times `--seconds` and half a
-minute. Writes `benchmarks/results/tenants.md`.
+to the first token and the parts of it from its log, to a refusal (from the head of the request to the response) from
+`baton_http_refusal_seconds`; and the processor time of each process. With `--quota` the workers are the limit and not
+the host: coordinator and client have the rest of the cores. A run takes 3.5 times `--seconds` and half a minute. Writes
+`benchmarks/results/tenants.md`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -35,6 +38,8 @@ from prometheus_client.parser import text_string_to_metric_families
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kit import cluster, parser, report, table
+from benchmarks.quota import quotas
+from launch.cluster_api import get_cluster
 from sim.stats import percentile
 
 SMALL, HEAVY = ("small-1", "small-2"), "heavy"
@@ -167,11 +172,17 @@ def shown(answers: Sequence[Answer], *, small: bool, refused: bool) -> tuple[str
     return f"{p50 * 1e3:.0f} / {p99 * 1e3:.0f} ms of {len(times)}", p99
 
 
-def at_the_coordinator(log: str, name: str) -> str:
-    """The percentiles of the times to the first token of small tenants in a window, as the coordinator logged them."""
-    found = re.findall(rf"{name}-\d+-\w+ of small-\d finished.* first token after (\d+) ms", log)
-    times = sorted(map(float, found))
-    return f"{percentile(times, 50):.0f} / {percentile(times, 99):.0f} ms of {len(times)}"
+def at_the_coordinator(log: str, name: str) -> tuple[str, str]:
+    """The percentiles of the times to the first token of small tenants in a window, as the coordinator logged them, and
+    of the parts of these: in the coordinator's queue and at the worker before the first step, and in steps."""
+    pattern = rf"{name}-\d+-\w+ of small-\d finished.* queue (\d+) ms, prefill (\d+) ms.* first token after (\d+) ms"
+    queue, prefill, first = zip(*(map(float, times) for times in re.findall(pattern, log)), strict=True)
+
+    def percentiles(times: Sequence[float]) -> str:
+        return f"{percentile(sorted(times), 50):.0f} / {percentile(sorted(times), 99):.0f} ms"
+
+    parts = f"queue {percentiles(queue)}, prefill {percentiles(prefill)}"
+    return f"{percentiles(first)} of {len(first)}", parts
 
 
 def scrape(operators: str) -> tuple[dict[float, float], float]:
@@ -199,14 +210,22 @@ def processor_s(pids: Sequence[int]) -> float:
     return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
 
+def idle_s() -> float:
+    """Processor time that no process of this host used so far."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass
 class Window:
-    """The answers of a window of `seconds`, and the processor time that each kind of process used until the last."""
+    """The answers of a window of `seconds`, and until the last of them the processor time of each kind of process, and
+    the share of the host's that nothing used."""
 
     load: Load
     seconds: float
     begun: float
     used_s: dict[str, float]
+    idle: float
 
     @property
     def served_per_s(self) -> float:
@@ -220,7 +239,8 @@ class Window:
 
     def cost_row(self) -> list[str]:
         good, refused = self.counts
-        return [self.load.name, f"{good} / {refused}", *(f"{self.used_s[name]:.2f} s" for name in PROCESSES)]
+        used = (f"{self.used_s[name]:.2f} s" for name in PROCESSES)
+        return [self.load.name, f"{good} / {refused}", *used, f"{self.idle:.0%}"]
 
 
 def cost_table(windows: Mapping[str, Window]) -> str:
@@ -231,11 +251,11 @@ def cost_table(windows: Mapping[str, Window]) -> str:
     each_s = {name: peak.used_s[name] / max(good, 1) for name in PROCESSES}
     refusal_s = {name: (both.used_s[name] - good_both * each_s[name]) / max(refused, 1) for name in PROCESSES}
     per_request = [
-        ["one served, peak", "", *(f"{each_s[name] * 1e3:.2f} ms" for name in PROCESSES)],
-        ["one refused, both", "", *(f"{refusal_s[name] * 1e3:.2f} ms" for name in PROCESSES)],
+        ["one served, peak", "", *(f"{each_s[name] * 1e3:.2f} ms" for name in PROCESSES), ""],
+        ["one refused, both", "", *(f"{refusal_s[name] * 1e3:.2f} ms" for name in PROCESSES), ""],
     ]
     rows = [*(window.cost_row() for window in windows.values()), *per_request]
-    return table(["processor time", "served / refused", *PROCESSES], rows)
+    return table(["processor time", "served / refused", *PROCESSES, "host idle"], rows)
 
 
 def within(before: dict[float, float], after: dict[float, float]) -> str:
@@ -252,12 +272,13 @@ async def measure(url: str, operators: str, up: int, log: Path, seconds: float) 
 
     async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0) -> None:
         before = {kind: processor_s(of_kind) for kind, of_kind in pids.items()}
-        load, begun = Load(url, name), time.monotonic()
+        load, begun, idle = Load(url, name), time.monotonic(), idle_s()
         if closed:
             await load.closed(HEAVY, closed, window_s)
         await asyncio.gather(*(load.open(tenant, per_s, window_s) for tenant, per_s in loads))
         used_s = {kind: processor_s(of_kind) - before[kind] for kind, of_kind in pids.items()}
-        windows[name] = Window(load, window_s, begun, used_s)
+        available_s = (time.monotonic() - begun) * (os.cpu_count() or 1)
+        windows[name] = Window(load, window_s, begun, used_s, (idle_s() - idle) / available_s)
         await asyncio.sleep(1.0)
 
     await window("warm", seconds / 6, closed=4)
@@ -286,7 +307,7 @@ async def measure(url: str, operators: str, up: int, log: Path, seconds: float) 
         ["small tenants alone: TTFT p50 / p99", times["alone"][0], ""],
         [f"beside one at {TENFOLD:g} times the load of each", times["tenfold"][0], ratios["tenfold"]],
         [f"beside one with which {OVERLOAD:g} times the peak arrives", times["both"][0], ratios["both"]],
-        *([f"at the coordinator: {name}", at_the_coordinator(logged, name), ""] for name in beside),
+        *([f"at the coordinator: {name}", *at_the_coordinator(logged, name)] for name in beside),
         ["answers by status, small", str({s: n for (small, s), n in sorted(statuses.items()) if small}), ""],
         ["answers by status, heavy", str({s: n for (small, s), n in sorted(statuses.items()) if not small}), ""],
     ]
@@ -296,6 +317,7 @@ async def measure(url: str, operators: str, up: int, log: Path, seconds: float) 
 def main() -> None:
     options = parser(__doc__, "tenants.md")
     options.add_argument("--seconds", type=float, default=60.0, help="of the last window")
+    options.add_argument("--quota", type=float, default=0.0, help="of a core, for each worker; 0: no limit")
     options.add_argument("--note", default="", help="what else ran on the machine, for the report")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -317,10 +339,13 @@ def main() -> None:
         with cluster(*flags, "--max-queued-requests", str(QUEUE), "--admin-port", "0") as running:
             log = next(running.run_dir.rglob("coordinator.log"))
             known = json.loads((running.run_dir / "cluster.json").read_text())
-            rows, costs = asyncio.run(measure(running.url, known["admin"], known["pid"], log, given.seconds))
+            workers = get_cluster(known["admin"]).workers
+            with quotas(workers, given.quota) if given.quota else contextlib.nullcontext():
+                rows, costs = asyncio.run(measure(running.url, known["admin"], known["pid"], log, given.seconds))
     what = (
         f"One prefill and one decode worker, built-in model without a draft; prompts of {PROMPT_TOKENS} random tokens,"
-        f" {OUTPUT_TOKENS} tokens out; a queue of {QUEUE} requests, {given.seconds:g} s of overload."
+        f" {OUTPUT_TOKENS} tokens out; a queue of {QUEUE} requests, {given.seconds:g} s of overload"
+        + (f"; each worker with {given.quota:g} of a core." if given.quota else ".")
     )
     report(
         given.out,
