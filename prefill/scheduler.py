@@ -3,7 +3,8 @@
 Prompts are computed in chunks under the step's token budget, by priority and in the turns of `long_rows`: a prompt of
 many steps gives way to another tenant's after each of them, and keeps its blocks. All rows of a step are done at its
 end, so a prompt joins others only where that pays (`step_fit`). A step is full while the prompts here are more than one
-holds, and if it is planned ahead.
+holds, and if it is planned ahead. A full step has `step_tokens`, or while several tenants send prompts only as many as
+its fixed time requires: whoever arrives waits until it is done.
 
 At its first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and
 free blocks for the rest. If too few are free it waits, and no other prompt starts before it. The first token is sampled
@@ -49,6 +50,12 @@ from baton.core.step_fit import StepFit
 from baton.core.window import STEPS_AHEAD, Window
 
 _DECAY = 0.9
+FIXED_SHARE = 0.1
+"""Of the time of a full step's tokens, while several tenants send prompts: its fixed time."""
+LEAST_TOKENS = 128
+"""Of a full step: shorter ones cut more prompts into chunks, and hand-overs of chunks are no part of its fixed time."""
+ACTIVE_S = 10.0
+"""A tenant sends prompts for so long after its last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,7 @@ class PrefillScheduler:
         self._recent_s = self._recent_tokens = 0.0
         self._fit, self._done_at = StepFit(), 0.0  # when the last step was done
         self._turns = Turns()
+        self._arrived_at: dict[str, float] = {}  # when the last prompt of each tenant arrived
 
     def __repr__(self) -> str:
         prefilled = len(self.sequences) - len(self._waiting) - len(self._running)
@@ -186,6 +194,7 @@ class PrefillScheduler:
         self._submitted += 1
         sequence = Sequence(request, State.WAITING, now, self._submitted, send_pinned=hand_over)
         self._turns.arrives(sequence, (*self._waiting, *self._running))
+        self._arrived_at[request.tenant] = now
         sequence.reuses_prefix = not request.reads_all_positions
         self.sequences[sequence.id] = sequence
         self._waiting.append(sequence)
@@ -194,6 +203,7 @@ class PrefillScheduler:
     def begin_step(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to compute, or nothing before an outstanding step is
         done."""
+        full_step = self._full_step(now)
         starts = {
             s: row.end for plan, sequences, _ in self._outstanding for row, s in zip(plan.rows, sequences, strict=True)
         }
@@ -209,12 +219,12 @@ class PrefillScheduler:
             here = (*starts, *self._running, *self._waiting)
             if not self.plan_ahead or len(self._outstanding) > 1 or any(sequence.request.alone for sequence in here):
                 return None
-            candidates = self._ahead(candidates, starts)
+            candidates = self._ahead(candidates, starts, full_step)
         rows: list[Row] = []
         sequences: list[Sequence] = []
-        budget, room = TokenBudget(self.step_tokens), True
+        budget, room = TokenBudget(full_step, self.step_tokens - full_step), True
         tokens_here = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting))
-        full = bool(self._outstanding) or tokens_here > self.step_tokens
+        full = bool(self._outstanding) or tokens_here > full_step
         for sequence in self._turns.order({s: self._uncached(s, starts) for s in candidates}):
             if budget.tokens == 0:
                 break
@@ -294,7 +304,15 @@ class PrefillScheduler:
         """Returns the blocks of a sequence whose KV a hand-over may send, in the columns from `first_column` on."""
         return self.window.needed_from(sequence.request.num_prefill_tokens, sequence.block_ids, first_column)
 
-    def _ahead(self, candidates: list[Sequence], starts: Mapping[Sequence, int]) -> list[Sequence]:
+    def _full_step(self, now: float) -> int:
+        """Returns how many tokens a full step has."""
+        costs = self._fit.costs()
+        active = sum(now - at < ACTIVE_S for at in self._arrived_at.values())
+        if active < 2 or costs is None or not costs[1]:
+            return self.step_tokens
+        return min(self.step_tokens, max(round(costs[0] / costs[1] / FIXED_SHARE), LEAST_TOKENS))
+
+    def _ahead(self, candidates: list[Sequence], starts: Mapping[Sequence, int], full_step: int) -> list[Sequence]:
         """Returns which candidates to compute after the outstanding step: none unless it continues a prompt or is full.
         A prompt that begins like one being computed is left out: it waits for that one's blocks in the cache."""
         computing = set(map(self._beginning, starts))
@@ -307,11 +325,11 @@ class PrefillScheduler:
         ]
         if any(sequence.state is not State.WAITING for sequence in after):
             return after
-        return after if self._fill(after) else []
+        return after if self._fill(after, full_step) else []
 
-    def _fill(self, waiting: list[Sequence]) -> bool:
+    def _fill(self, waiting: list[Sequence], full_step: int) -> bool:
         """Returns whether waiting sequences fill a step, of which those start that the free blocks suffice for."""
-        budget, free = TokenBudget(self.step_tokens), self.blocks.num_free - self._promised()
+        budget, free = TokenBudget(full_step), self.blocks.num_free - self._promised()
         turns = self._turns.copy()
         for sequence in turns.order({s: self._uncached(s, {}) for s in waiting}):
             free -= self.cache.blocks_needed(sequence, self._max_columns)

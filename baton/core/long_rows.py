@@ -27,16 +27,21 @@ MAX_SCORED_TOKENS = 256
 
 
 class TokenBudget:
-    """The tokens of a step that long rows may still use."""
+    """The tokens of a step that long rows may still use: `tokens`, and up to `spare` more so that the last of them,
+    which would fit into these `tokens`, is not cut."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, spare: int = 0) -> None:
         self.tokens, self.scored = tokens, MAX_SCORED_TOKENS
+        self._uncut, self._spare = tokens, spare
 
     def take(self, sequence: Sequence, remainder: int) -> int:
         """Returns how many of a sequence's uncomputed tokens the step computes, which are then used up."""
         scores = sequence.computes_prompt and sequence.request.sampling.prompt_logprobs is not None
-        count = min(self.tokens, self.scored if scores else self.tokens, remainder)
+        fits = remainder <= min(self.tokens + self._spare, self._uncut)
+        count = min(remainder if fits else self.tokens, self.scored if scores else remainder, remainder)
         self.tokens -= count
+        if self.tokens <= 0:
+            self.tokens = self._spare = 0
         self.scored -= count if scores else 0
         return count
 

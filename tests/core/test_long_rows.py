@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.long_rows import Turns
+from baton.core.long_rows import TokenBudget, Turns
 from baton.core.sequence import Sequence, State
 from tests.support.builders import make_request
 
@@ -57,6 +57,17 @@ def test_a_step_is_shared_in_turns_and_charged_for_what_it_computes() -> None:
     left = {s: tokens - shared[s] for s, tokens in rows.items() if tokens > shared[s]}
     left[sequence("b4", 12, 4)] = 12
     assert {s.request.request_id: tokens for s, tokens in turns.share(left, 16).items()} == {"a2": 7, "b4": 9}
+
+
+def test_the_last_row_of_a_step_is_not_cut_if_it_fits_into_a_step_and_the_spare_tokens() -> None:
+    def taken(*remainders: int, spare: int = 5) -> list[int]:
+        budget = TokenBudget(10, spare)
+        return [budget.take(sequence("a1", remainder, 1), remainder) for remainder in remainders]
+
+    assert taken(6, 9, 1) == [6, 9, 0]
+    assert taken(6, 10) == [6, 4], "more than the spare tokens"
+    assert taken(12) == [10], "more than a step"
+    assert taken(6, 9, spare=0) == [6, 4]
 
 
 def test_a_tenant_that_returns_has_no_credit() -> None:

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from baton.core.request import SequenceId
-from prefill.scheduler import PrefillScheduler
+from prefill.scheduler import ACTIVE_S, FIXED_SHARE, LEAST_TOKENS, PrefillScheduler
 from tests.support.builders import make_outcome, make_prefill, make_request
 
 STEP_S, TOKEN_S = 0.001, 0.001
 
 
 def scheduler(step_tokens: int) -> PrefillScheduler:
-    return make_prefill(num_blocks=64, step_tokens=step_tokens, prefix_cache=False)
+    return make_prefill(num_blocks=max(64, step_tokens), step_tokens=step_tokens, prefix_cache=False)
 
 
-def submit(worker: PrefillScheduler, *prompts: tuple[str, int], priority: int = 0) -> None:
+def submit(worker: PrefillScheduler, *prompts: tuple[str, int], priority: int = 0, now: float = 0.0) -> None:
     """Submits requests by name, the first letter of which is their tenant, and number of tokens."""
     for name, tokens in prompts:
         request = replace(make_request(name, tokens), tenant=name[0], priority=priority)
-        worker.submit(request, 0.0, hand_over=True)
+        worker.submit(request, now, hand_over=True)
 
 
 def step(worker: PrefillScheduler, now: float = 0.0, seconds: float = 0.0) -> str:
@@ -90,6 +90,25 @@ def test_steps_are_full_while_more_waits_than_one_holds() -> None:
     submit(worker, *((f"a{number}", 4) for number in range(6)))
     assert step(worker, 100.0) == "a0 a1 a2 a3"
     assert step(worker, 100.0) == "a4"
+
+
+def test_full_steps_are_as_short_as_their_fixed_time_allows_while_several_tenants_send_prompts() -> None:
+    worker = measured(step_s=20 * TOKEN_S, step_tokens=512)
+    submit(worker, *((f"a{number}", 96) for number in range(20)), now=100.0)
+    assert step(worker, 100.0) == "a0 a1 a2 a3 a4 a5", "five and a third"
+    submit(worker, ("b1", 96), now=101.0)
+    assert 20 / FIXED_SHARE == 96 + 64 + 40
+    assert step(worker, 101.0) == "b1 a5 a6", "the last of them is not cut"
+    assert step(worker, 102.0) == "a7 a8 a9"
+    assert step(worker, 101.0 + ACTIVE_S) == "a10 a11 a12 a13 a14 a15"
+
+
+def test_a_full_step_has_a_least_length_and_cuts_a_longer_prompt() -> None:
+    worker = measured(step_s=TOKEN_S, step_tokens=512)
+    submit(worker, ("a1", LEAST_TOKENS - 28), ("b1", LEAST_TOKENS + 72), now=100.0)
+    plan = worker.begin_step(100.0)
+    assert plan is not None
+    assert [len(row.tokens) for row in plan.rows] == [100, 28]
 
 
 @pytest.mark.parametrize("seconds", [0.5, 5.0])
