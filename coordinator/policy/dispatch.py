@@ -1,15 +1,15 @@
 """Admission and routing: which request goes to which pair of workers, and when.
 
 The coordinator holds the queue (late dispatch): a prefill worker has a backlog of at most two step budgets of tokens,
-or one longer prompt, beside which those of other tenants are placed as far as they have turns within two steps, so
-queued requests can still go to any worker. A request is dispatched when a prefill worker has room and a decode worker
+or one longer prompt, and beside either those of other tenants as far as they have turns within two steps, so queued
+requests can still go to any worker. A request is dispatched when a prefill worker has room and a decode worker
 has blocks for its prompt and an output of expected length, beyond the expected growth of its own sequences, and at most
 slightly more sequences than it runs at once. The decode worker must also be able to hold the whole output of the
 request alone, so every accepted request can finish. The order is that of policy.fair_queue: by priority, rescheduled
 choices before others, then the tenants in turns. The head of the queue waits for blocks and is not overtaken by a
-request that can use the same workers, so short requests cannot starve a long one; other tenants go past a long prompt
-that waits for a prefill worker, within its fair turn (policy.overtaking). Only a request that no present worker can
-hold is skipped.
+request that can use the same workers, so short requests cannot starve a long one; other tenants go past a prompt of
+more than two steps that waits for a prefill worker, within its fair turn (policy.overtaking). Only a request that no
+present worker can hold is skipped.
 
 A request goes to the workers of one class (`coordinator.policy.workers`): of those that may serve it, to the one whose
 smaller side has the most room, in requests of its size. A decode worker may compute a prompt itself (policy.split); it
@@ -37,7 +37,7 @@ from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.overtaking import Closed
-from coordinator.policy.pool import ANY_ROOM, LONG_STEPS, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.pool import ANY_ROOM, BACKLOG_STEPS, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
 from coordinator.policy.split import Decision, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
@@ -266,7 +266,7 @@ class Dispatcher:
             for pool in (each.pools if self._prompts_on_decode(each) else (each.prefill,))
             if pool.most_blocks
         )
-        return LONG_STEPS * min(steps, default=math.inf)
+        return BACKLOG_STEPS * min(steps, default=math.inf)
 
     def submit_later(self, choice: Choice, first: ChoiceId) -> None:
         """Queues a later choice of the request whose first choice is `first`."""
@@ -358,11 +358,11 @@ class Dispatcher:
 
     def _overtaken_below(self, choice: Choice, each: WorkerClass, without: tuple[Pool, ...]) -> float:
         """Returns the counter below which other tenants go past a choice for which these pools of a class have no room:
-        none, unless its prompt is long and lacks a worker to compute it."""
+        none, unless its prompt needs an idle worker to compute it."""
         longest = without[-1].most_blocks.values()  # of each block size, a worker with the longest steps
         tokens, steps = choice.request.num_prefill_tokens, max((w.step_tokens for w in longest), default=0)
         computes = each.prefill in without or self._prompts_on_decode(each)
-        if choice.prompt_charged or not computes or tokens <= LONG_STEPS * steps:
+        if choice.prompt_charged or not computes or tokens <= BACKLOG_STEPS * steps:
             return -math.inf
         return self._queue.counter(choice, tokens)
 
@@ -634,8 +634,8 @@ class Dispatcher:
 
     def _pick_prefill(self, choice: Choice, pool: Pool, room: int | None = None) -> Worker | None:
         """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length,
-        and one with long prompts those of other tenants. `room`: the least room, instead of that for the tokens to
-        compute."""
+        and one without room those of other tenants that have their turn soon. `room`: the least room, instead of that
+        for the tokens to compute."""
         tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
         best: tuple[int, int] | None = None
         for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):

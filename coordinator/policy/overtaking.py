@@ -1,10 +1,10 @@
 """Which choices still go to the workers of a class in which another one had no room. Pure.
 
-A choice without room closes its class to those behind it, so short requests cannot starve a long one. If a long prompt
-(LONG_STEPS) lacks a worker to compute it, though, other tenants of its priority go past it: usually it waits for
-another long prompt, beside which they have turns of their own. They do until they have received what its tenant will
-have with this prompt; then the class is closed to them as well, and what the workers have left to do runs out. So it
-waits for no more than its fair turn, whatever arrives.
+A choice without room closes its class to those behind it, so short requests cannot starve a long one. If a prompt of
+more than BACKLOG_STEPS lacks a worker to compute it, though, other tenants of its priority go past it: it waits until
+one has nothing else, or for another long prompt, and they have turns of their own beside what is there. They do until
+they have received what its tenant will have with this prompt; then the class is closed to them as well, and what the
+workers have left to do runs out. So it waits for no more than its fair turn, whatever arrives.
 """
 
 from __future__ import annotations

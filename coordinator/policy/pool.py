@@ -23,8 +23,8 @@ from baton.core.window import STEPS_AHEAD, Window
 WorkerState = Literal["disconnected", "ready", "draining", "lost"]
 BACKLOG_STEPS = 2
 LONG_STEPS = 2 * BACKLOG_STEPS
-"""A prompt of more steps than these gives way to other tenants. With a lower limit they would take turns in the middle
-of prompts of similar length, and all of them would be done later."""
+"""A prompt of more steps than these is placed beside those of other tenants. With a lower limit tenants would take
+turns in the middle of prompts of similar length, and all of them would be done later."""
 AHEAD_SHARE = 8
 _NO_LIMIT = 1 << 30
 ANY_ROOM = 1 - _NO_LIMIT
@@ -284,12 +284,11 @@ class Worker:
 
     def before(self, tenant: str, tokens: int) -> int:
         """Returns how many tokens are computed here before a prompt of a tenant, with `tokens` tokens to compute, is
-        done: those that are here, but of long prompts of another tenant no more than of its own, since they take turns
-        (`baton.core.long_rows.Turns`). A tenant exceeds LONG_STEPS here with a single prompt only (`accepts_prompt`),
-        so this never rises when a prompt is done, nor falls when one is placed."""
-        own, long = self.backlog_of.get(tenant, 0), LONG_STEPS * self.step_tokens
+        done: those of its tenant that are here, and of another tenant no more than of its own, since they take turns
+        (`baton.core.long_rows.Turns`)."""
+        own = self.backlog_of.get(tenant, 0)
         peers = (theirs for other, theirs in self.backlog_of.items() if other != tenant)
-        return own + sum(min(theirs, own + tokens) if theirs > long else theirs for theirs in peers)
+        return own + sum(min(theirs, own + tokens) for theirs in peers)
 
     def accepts_prompt(self, tenant: str, tokens: int) -> bool:
         """Whether a prompt of a tenant, with `tokens` tokens to compute, may be placed here: with what is computed

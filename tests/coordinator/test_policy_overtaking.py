@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.policy.choice import Choice
-from coordinator.policy.pool import LONG_STEPS
+from coordinator.policy.pool import BACKLOG_STEPS, LONG_STEPS
 from coordinator.policy.quotas import Client
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
@@ -60,7 +60,7 @@ def test_prompts_of_others_are_placed_beside_a_long_one_as_far_as_they_are_compu
 def test_a_long_prompt_is_placed_beside_two_steps_of_others() -> None:
     d = placing()
     assert submit(d, of("b1", 2 * STEP)) == ["b1"]
-    assert submit(d, of("a2", LONG_STEPS * STEP)) == [], "short enough to wait for an idle worker"
+    assert submit(d, of("a2", LONG_STEPS * STEP)) == [], "of four steps: it waits for an idle worker"
     d.finish("a2")
     assert submit(d, of("a3", LONG)) == ["a3"]
     assert submit(d, of("c4", LONG)) == []
@@ -126,14 +126,19 @@ def test_the_worker_that_computes_a_prompt_first_is_chosen() -> None:
     assert [d.choices[name].prefill_worker for name in ("b4", "b5")] == ["p0", "p1"]
 
 
-def test_a_prompt_of_few_steps_is_not_overtaken_and_gives_no_way() -> None:
+def test_prompts_of_others_are_placed_beside_one_of_few_steps() -> None:
     d = placing()
-    assert submit(d, of("a1", LONG_STEPS * STEP)) == ["a1"]
-    assert submit(d, of("b2", 4)) == [], "it waits for four steps at most"
-    d.prefilled("a1")
-    assert d.names() == ["b2"]
-    assert submit(d, of("b3", 2 * STEP), of("c4", LONG_STEPS * STEP)) == []
-    assert submit(d, of("b5", 4)) == []
+    assert submit(d, of("a1", 3 * STEP)) == ["a1"]
+    assert submit(d, of("b2", 4), of("b3", 4), of("b4", 1)) == ["b2", "b3"], "b4 has two turns of b and a before it"
+    assert submit(d, of("a5", 1)) == []
+
+
+@pytest.mark.parametrize(("tokens", "placed"), [(BACKLOG_STEPS * STEP, []), (BACKLOG_STEPS * STEP + 1, ["c3"])])
+def test_others_go_past_a_prompt_that_needs_an_idle_worker(tokens: int, placed: list[str]) -> None:
+    d = placing()
+    assert submit(d, of("a1", BACKLOG_STEPS * STEP)) == ["a1"]
+    assert submit(d, of("b2", tokens)) == []
+    assert submit(d, of("c3", 4)) == placed
 
 
 PROMPTS = st.tuples(st.sampled_from("abc"), st.sampled_from([1, 4, STEP, 2 * STEP, 3 * STEP, 4 * STEP, 5 * STEP, LONG]))

@@ -16,6 +16,8 @@ SECONDS, OTHERS, HEAVY = 60, 6, "heavy"
 PROMPTS, OUTPUTS = Lengths(200, 1500), Lengths(20, 60)
 _COSTS = replace(CALIBRATION, prefill_worker=replace(CALIBRATION.prefill_worker, step_tokens=512))
 CLUSTER = ClusterShape(_COSTS, 1, _COSTS, 3, max_queued_requests=1 << 20, max_queued_tokens=1 << 30)
+BIG_STEPS = ClusterShape(CALIBRATION, 1, CALIBRATION, 3, max_queued_requests=1 << 20, max_queued_tokens=1 << 30)
+"""With steps of 2,048 tokens."""
 
 
 def paced(tenant: str, seed: int, prompts: Lengths = PROMPTS, per_s: float = 1.0) -> list[TraceRow]:
@@ -24,10 +26,10 @@ def paced(tenant: str, seed: int, prompts: Lengths = PROMPTS, per_s: float = 1.0
     return [replace(row, at_s=(n + phase) / per_s, tenant=tenant) for n, row in enumerate(lengths[:SECONDS])]
 
 
-def ttft_p99_s(rows: Sequence[TraceRow]) -> dict[bool, float]:
+def ttft_p99_s(rows: Sequence[TraceRow], cluster: ClusterShape = CLUSTER) -> dict[bool, float]:
     """Returns the 99th percentile of the heavy tenant's (True) and of the others' (False) times to first token."""
     rows = sorted(rows, key=lambda row: row.at_s)
-    replay = Replay(CLUSTER, rows)
+    replay = Replay(cluster, rows)
     assert not replay.run().refused
     times = list(zip(rows, replay.measured.times, strict=True))
     kinds = {row.tenant in (HEAVY, "") for row in rows}
@@ -67,3 +69,15 @@ def test_others_do_not_wait_for_prompts_of_twenty_steps() -> None:
     alone, both = ttft_p99_s(others)[False], ttft_p99_s(others + long)
     assert both[False] <= 4 * alone
     assert both[True] > 100 * alone, "more arrives than the cluster can do"
+
+
+def test_others_wait_for_a_step_and_not_for_prompts_of_two_to_four() -> None:
+    """These take half of the only prefill worker."""
+    others = [
+        replace(row, tenant=f"t{number}")
+        for number in range(2)
+        for row in poisson(4.0, SECONDS, Lengths(50, 200), OUTPUTS, number + 1)
+    ]
+    longer = [replace(row, tenant=HEAVY) for row in poisson(1.0, SECONDS, Lengths(4000, 8000), OUTPUTS, 99)]
+    alone, both = ttft_p99_s(others, BIG_STEPS), ttft_p99_s(others + longer, BIG_STEPS)
+    assert both[False] <= 6 * alone[False]
