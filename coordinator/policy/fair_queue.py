@@ -133,8 +133,8 @@ class FairQueue:
             if lane is _RESUMED or lane[0] == tenant:
                 before += own.tokens[lane]
             elif lane[1] not in self._held:
-                most = max(0.0, at + mine / weight - counters.of(lane[0]))
-                before += min(most, _tokens_until(entries, most, long_tokens))
+                max_tokens = max(0.0, at + mine / weight - counters.of(lane[0]))
+                before += min(max_tokens, _tokens_until(entries, max_tokens, long_tokens))
         return before
 
     def counter(self, choice: Choice, prompt_tokens: int = 0) -> float:
@@ -207,13 +207,13 @@ class FairQueue:
             raise InvariantError(f"{self!r} counts {counted}, not {without_decode}, {waiting} and {tokens}")
 
 
-def _tokens_until(entries: Iterable[tuple[QueuePosition, Choice]], most: float, long_tokens: float) -> int:
-    """Returns the prompt tokens of choices until they are `most`, or up to one of more than `long_tokens` that would
-    end beyond."""
+def _tokens_until(entries: Iterable[tuple[QueuePosition, Choice]], max_tokens: float, long_tokens: float) -> int:
+    """Returns the prompt tokens of choices until they are `max_tokens`, or up to one of more than `long_tokens` tokens
+    that would end beyond."""
     total = 0
     for _, choice in entries:
         tokens = choice.request.num_prefill_tokens
-        if total >= most or (tokens > long_tokens and total + tokens > most):
+        if total >= max_tokens or (tokens > long_tokens and total + tokens > max_tokens):
             break
         total += tokens
     return total
