@@ -19,7 +19,7 @@ from launch.capacity.loads import ClosedLoop, LoadClient, Sample, started_s
 from launch.cluster_api import Row
 from launch.console import versions
 from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, Residual, WorkerKind
-from sim.scale.fit import fit, fit_contended
+from sim.scale.fit import fit
 from sim.stats import percentile
 
 BACKLOG = 6  # clients that keep a prefill worker busy
@@ -174,7 +174,7 @@ def _steps(
     """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts)."""
     alone = [*by_name["hand-over"], *by_name.get("mixed", ())] if shared_host else []
     prompts = [*by_name["prefill"], *by_name["prefill backlog"], *alone]
-    coefficients, contention, of_prefill = fit_contended(
+    coefficients, of_prefill = fit(
         {
             "base_s": [s.prefill.steps for s in prompts],
             "row_s": [s.load.requests * math.ceil(s.load.input_len / step_tokens) for s in prompts],
@@ -184,15 +184,13 @@ def _steps(
             "send_token_s": [s.tokens_sent for s in prompts],
         },
         [s.prefill.cpu_s if shared_host else s.prefill.step_s for s in prompts],
-        [s.beside(s.prefill) if shared_host else 0.0 for s in prompts],
     )
     sends = {name: coefficients.pop(name) for name in ("send_s", "send_token_s")}
     around = sorted((s.elapsed_s - s.prefill.step_s) / s.prefill.steps for s in by_name["prefill backlog"])
-    idle_s = 0.0 if shared_host else max(0.0, percentile(around, 50))
-    prefill = PrefillCosts(**coefficients, idle_s=idle_s, contention=contention)
+    prefill = PrefillCosts(**coefficients, idle_s=0.0 if shared_host else max(0.0, percentile(around, 50)))
 
     batches = [*by_name["decode"], *alone]
-    coefficients, contention, of_decode = fit_contended(
+    coefficients, of_decode = fit(
         {
             "base_s": [s.decode.steps for s in batches],
             "row_s": [(s.load.output_len - 1) * s.load.requests for s in batches],
@@ -202,11 +200,10 @@ def _steps(
             "receive_token_s": [s.tokens_sent if shared_host else 0 for s in batches],
         },
         [s.decode.cpu_s if shared_host else s.decode.step_s for s in batches],
-        [s.beside(s.decode) if shared_host else 0.0 for s in batches],
     )
     sends |= {name: coefficients.pop(name) for name in ("receive_s", "receive_token_s")}
     drafted = sum(s.decode.drafted for s in batches)
-    coefficients |= {"token_s": prefill.token_s, "contention": contention}
+    coefficients["token_s"] = prefill.token_s
     coefficients["accepted"] = min(sum(s.decode.accepted for s in batches) / drafted, 0.99) if drafted else 0.0
     if not drafted:
         computed, lone = DecodeCosts(**coefficients), [s for s in by_name["decode"] if s.load.concurrency == 1]

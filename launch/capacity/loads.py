@@ -4,7 +4,6 @@ client."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import time
@@ -40,8 +39,7 @@ class ClosedLoop:
 @dataclass(frozen=True, slots=True)
 class RoleCounters:
     """Sums over the workers of one role: steps and the seconds in them, tokens, bytes; `cpu_s` is the processor time of
-    their processes, 0 if they are not on this host. `beside_s` is the processor time of the workers of both roles on
-    other cores than a worker of this one, the mean over its workers."""
+    their processes, 0 if they are not on this host."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -51,7 +49,6 @@ class RoleCounters:
     drafted: int = 0
     accepted: int = 0
     cpu_s: float = 0.0
-    beside_s: float = 0.0
 
     def since(self, before: RoleCounters) -> RoleCounters:
         return RoleCounters(*(getattr(self, n) - getattr(before, n) for n in RoleCounters.__slots__))
@@ -73,11 +70,6 @@ class Sample:
     def cpu_s(self) -> float:
         """The processor time of all processes that are on this host."""
         return self.prefill.cpu_s + self.decode.cpu_s + self.front_cpu_s + self.client_cpu_s
-
-    def beside(self, role: RoleCounters) -> float:
-        """Returns the share of the time in which another worker computes on another core, while one of this role does.
-        One client keeps one worker busy at a time."""
-        return min(1.0, role.beside_s / self.elapsed_s) if self.load.concurrency > 1 else 0.0
 
     @property
     def handed_over(self) -> int:
@@ -147,11 +139,9 @@ class LoadClient:
     def _counters(self) -> dict[str, RoleCounters]:
         counters = {}
         rows = self.rows()
-        on_host = [(_cores(row["pids"]), sum(map(cpu_seconds, row["pids"]))) for row in rows]
         for role in ("prefill", "decode"):
             mine = [row for row in rows if row["role"] == role and row["state"] == "ready"]
             drafts = [row["speculation"] or {} for row in mine]
-            beside_s = [sum(s for cores, s in on_host if not cores & _cores(row["pids"])) for row in mine]
             counters[role] = RoleCounters(
                 steps=_sum(mine, "steps"),
                 step_s=sum(float(row["step_s"]) for row in mine),
@@ -161,7 +151,6 @@ class LoadClient:
                 drafted=_sum(drafts, "drafted_tokens"),
                 accepted=_sum(drafts, "accepted_tokens"),
                 cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
-                beside_s=sum(beside_s) / max(len(mine), 1),
             )
         return counters
 
@@ -186,15 +175,6 @@ def started_s(row: Row) -> float:
 
 def _sum(rows: Sequence[Row], name: str) -> int:
     return sum(int(row.get(name, 0)) for row in rows)
-
-
-def _cores(pids: Iterable[int]) -> set[int]:
-    """Returns the cores of processes, as far as they are on this host."""
-    cores = set[int]()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            cores |= os.sched_getaffinity(pid)
-    return cores
 
 
 def cpu_seconds(pid: int) -> float:

@@ -25,15 +25,13 @@ FORMAT = 1
 @dataclass(frozen=True, slots=True)
 class PrefillCosts:
     """Seconds of a prefill worker's step. `pair_s` is the cost of one token attending to one position; `idle_s` passes
-    between two steps without anything being computed; everything takes 1 + `contention` times as long while another
-    worker computes on another core of the same host."""
+    between two steps without anything being computed."""
 
     base_s: float
     token_s: float
     row_s: float = 0.0
     pair_s: float = 0.0
     idle_s: float = 0.0
-    contention: float = 0.0
 
     def seconds(self, plan: StepPlan) -> float:
         tokens = pairs = 0.0
@@ -57,8 +55,7 @@ class PrefillCosts:
 class DecodeCosts:
     """Seconds of a decode worker's step. `token_s` is the cost of a token in a long row; `draft_s` that of proposing
     and verifying one draft token, of which the share `accepted` is accepted (0: no speculation); `idle_s` passes
-    between two steps without anything being computed; everything takes 1 + `contention` times as long while another
-    worker computes on another core of the same host."""
+    between two steps without anything being computed."""
 
     base_s: float
     row_s: float
@@ -67,7 +64,6 @@ class DecodeCosts:
     draft_s: float = 0.0
     accepted: float = 0.0
     idle_s: float = 0.0
-    contention: float = 0.0
 
     def seconds(self, plan: StepPlan, draft_tokens: int = 0) -> float:
         context = long = 0

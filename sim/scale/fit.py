@@ -10,12 +10,8 @@ from baton.core.errors import InvalidRequest
 from sim.scale.costs import Residual
 from sim.stats import percentile
 
-Terms = Mapping[str, Sequence[float]]
-_CONTENTIONS = tuple(step / 50 for step in range(151))
-"""Those that are tried: up to 3, with which a step takes four times as long."""
 
-
-def fit(terms: Terms, values: Sequence[float]) -> tuple[dict[str, float], Residual]:
+def fit(terms: Mapping[str, Sequence[float]], values: Sequence[float]) -> tuple[dict[str, float], Residual]:
     """Returns a coefficient from 0 on for each term, so that the sums come close to `values`, and how close. `terms`
     has one number per value. Relative errors count, so short and long steps count alike; a term that would be negative
     is left out, the most negative one first.
@@ -23,32 +19,6 @@ def fit(terms: Terms, values: Sequence[float]) -> tuple[dict[str, float], Residu
     Raises:
         InvalidRequest: there are fewer values than terms, or a value is not above 0.
     """
-    coefficients, errors = _solve(terms, values)
-    return coefficients, _residual(errors)
-
-
-def fit_contended(
-    terms: Terms, values: Sequence[float], beside: Sequence[float]
-) -> tuple[dict[str, float], float, Residual]:
-    """As `fit`, where the sums are 1 + contention x `beside` times as large: returns the coefficients, the contention
-    with which they come closest to `values`, and how close. `beside` has one share per value."""
-    tried = []
-    for contention in _CONTENTIONS if any(beside) else (0.0,):
-        slower = [1.0 + contention * share for share in beside]
-        slowed = {name: [x * by for x, by in zip(xs, slower, strict=True)] for name, xs in terms.items()}
-        coefficients, errors = _solve(slowed, values)
-        tried.append((sum(error * error for error in errors), contention, coefficients, errors))
-    _, contention, coefficients, errors = min(tried, key=lambda each: each[:2])
-    return coefficients, contention, _residual(errors)
-
-
-def _residual(errors: Sequence[float]) -> Residual:
-    ordered = sorted(errors)
-    return Residual(percentile(ordered, 50), ordered[-1], len(ordered))
-
-
-def _solve(terms: Terms, values: Sequence[float]) -> tuple[dict[str, float], list[float]]:
-    """Returns the coefficients, and the relative error of each value."""
     names = list(terms)
     if len(values) < len(names) or min(values, default=0.0) <= 0.0:
         raise InvalidRequest(f"{len(values)} measurements, each above 0, are too few for {', '.join(names)}")
@@ -66,4 +36,7 @@ def _solve(terms: Terms, values: Sequence[float]) -> tuple[dict[str, float], lis
         chosen.remove(worst)
         coefficients = {}
     fitted = sum((coefficients[name] * np.asarray(terms[name], dtype=float) for name in coefficients), np.zeros_like(y))
-    return {name: coefficients.get(name, 0.0) for name in names}, [float(e) for e in np.abs(fitted - y) / y]
+    errors = sorted(float(e) for e in np.abs(fitted - y) / y)
+    return {name: coefficients.get(name, 0.0) for name in names}, Residual(
+        percentile(errors, 50), errors[-1], len(errors)
+    )

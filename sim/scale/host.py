@@ -2,7 +2,7 @@
 
 All tasks that are ready on a core get equal shares of it (processor sharing), which is what a fair scheduler does over
 times longer than its slice. A task on several cores proceeds with the smallest of its shares: its threads wait for each
-other. Tasks of workers on different cores slow each other down (`contention`): they share caches and memory bandwidth.
+other.
 """
 
 from __future__ import annotations
@@ -14,45 +14,31 @@ from sim.loop import Loop, Timer, cancel
 
 
 class _Task:
-    __slots__ = ("contention", "cores", "done", "left_s", "rate")
+    __slots__ = ("cores", "done", "left_s", "rate")
 
-    def __init__(
-        self, left_s: float, cores: tuple[int, ...], done: Callable[[], object], contention: float | None
-    ) -> None:
-        self.left_s, self.cores, self.done, self.contention, self.rate = left_s, cores, done, contention, 1.0
+    def __init__(self, left_s: float, cores: tuple[int, ...], done: Callable[[], object]) -> None:
+        self.left_s, self.cores, self.done, self.rate = left_s, cores, done, 1.0
 
 
 class Host:
-    """Complete state: the tasks that are computed now with the seconds of work left in each, how many are on each core
-    (and how many of those contend), when that was last updated, and the timer of the next end."""
+    """Complete state: the tasks that are computed now with the seconds of work left in each, how many are on each core,
+    when that was last updated, and the timer of the next end."""
 
     def __init__(self, loop: Loop, cores: int) -> None:
         self._loop = loop
         self._tasks: list[_Task] = []
-        self._load, self._contending = [0] * cores, [0] * cores
+        self._load = [0] * cores
         self._at = 0.0
         self._timer: Timer | None = None
 
-    def run(
-        self,
-        seconds: float,
-        cores: tuple[int, ...],
-        done: Callable[[], object],
-        contention: float | None = None,
-    ) -> None:
+    def run(self, seconds: float, cores: tuple[int, ...], done: Callable[[], object]) -> None:
         """Computes for `seconds`, as they would be without other tasks, and calls `done`. Without `cores` the task is
-        on the least loaded core. One with a `contention` takes 1 + contention times as long while another such task
-        computes on another core; without one it neither slows others down nor is slowed down."""
+        on the least loaded core."""
         self._advance()
-        self._tasks.append(_Task(seconds, cores or (self._load.index(min(self._load)),), done, contention))
-        self._count(self._tasks[-1], 1)
+        self._tasks.append(_Task(seconds, cores or (self._load.index(min(self._load)),), done))
+        for core in self._tasks[-1].cores:
+            self._load[core] += 1
         self._schedule()
-
-    def _count(self, task: _Task, by: int) -> None:
-        for core in task.cores:
-            self._load[core] += by
-            if task.contention is not None:
-                self._contending[core] += by
 
     def _advance(self) -> None:
         passed, self._at = self._loop.now - self._at, self._loop.now
@@ -68,8 +54,6 @@ class Host:
         load, soonest = self._load, float("inf")
         for task in self._tasks:
             task.rate = 1.0 / max(load[core] for core in task.cores)
-            if task.contention:
-                task.rate /= 1.0 + task.contention * self._beside(task)
             soonest = min(soonest, task.left_s / task.rate)
         self._timer = self._loop.later(soonest, self._ended)
 
@@ -79,15 +63,11 @@ class Host:
         ended = [task for task in self._tasks if task.left_s <= 1e-12]
         self._tasks = [task for task in self._tasks if task.left_s > 1e-12]
         for task in ended:
-            self._count(task, -1)
+            for core in task.cores:
+                self._load[core] -= 1
         self._schedule()
         for task in ended:
             task.done()
-
-    def _beside(self, task: _Task) -> float:
-        """Returns the share of the time in which a task that contends computes on a core other than the task's own."""
-        beside = (core for core, tasks in enumerate(self._contending) if tasks and core not in task.cores)
-        return min(1.0, sum(self._contending[core] / self._load[core] for core in beside))
 
 
 class Thread:

@@ -65,10 +65,10 @@ class Owner(Protocol):
 
 
 class Core:
-    """Where a worker computes: cores of its own, or cores of a host that it shares, where it has a `contention`."""
+    """Where a worker computes: cores of its own, or cores of a host that it shares."""
 
-    def __init__(self, loop: Loop, host: Host | None, cores: tuple[int, ...], contention: float) -> None:
-        self._loop, self._host, self.cores, self._contention = loop, host, cores, contention
+    def __init__(self, loop: Loop, host: Host | None, cores: tuple[int, ...]) -> None:
+        self._loop, self._host, self.cores = loop, host, cores
 
     @property
     def shared(self) -> bool:
@@ -79,7 +79,7 @@ class Core:
         if self._host is None:
             self._loop.later(seconds + idle_s, done)
         else:
-            self._host.run(seconds, self.cores, lambda: self._loop.later(idle_s, done), self._contention)
+            self._host.run(seconds, self.cores, lambda: self._loop.later(idle_s, done))
 
     def work(self, seconds: float) -> None:
         """Computes beside the steps for `seconds`, which delays them on a shared core only."""
@@ -124,7 +124,7 @@ class PrefillWorker:
             kept=kept,
         )
         self._loop, self._owner, self._measured = loop, owner, measured
-        self.core = Core(loop, host, cores, self.costs.contention)
+        self.core = Core(loop, host, cores)
         self.counts = Counts()
         self.cached = 0  # prompt tokens that were not computed
         self._busy = False
@@ -240,7 +240,7 @@ class DecodeWorker:
             kept=kept,
         )
         self._loop, self._owner, self._measured = loop, owner, measured
-        self.core = Core(loop, host, cores, self.costs.contention)
+        self.core = Core(loop, host, cores)
         self.counts = Counts()
         self._at_once = at_once and not self.core.shared
         self._busy = False

@@ -93,31 +93,6 @@ def test_fits_find_the_costs_behind_the_samples(shared_host: bool) -> None:
     assert all(residual.largest < 0.03 for residual in found.residuals.values()), found.residuals
 
 
-def test_contention_is_fitted_from_loads_in_which_other_cores_compute() -> None:
-    given = []
-    for index, load in enumerate(loads(LIMITS)):
-        alone, share = sample(load, TRUE, shared_host=True), 0.3 + 0.1 * (index % 7) if load.name == "mixed" else 0.0
-        busy_s = share * alone.elapsed_s
-        prefill = replace(alone.prefill, cpu_s=alone.prefill.cpu_s * (1 + 0.2 * share), beside_s=busy_s)
-        decode = replace(alone.decode, cpu_s=alone.decode.cpu_s * (1 + 0.8 * share), beside_s=busy_s)
-        given.append(replace(alone, prefill=prefill, decode=decode))
-    fitted = costs(given, LIMITS.step_tokens, shared_host=True)
-    assert (fitted.prefill.contention, fitted.decode.contention) == pytest.approx((0.2, 0.8), abs=0.02)
-    assert fitted.prefill.token_s == pytest.approx(TRUE.prefill.token_s, rel=0.03)
-    assert fitted.decode.base_s == pytest.approx(TRUE.decode.base_s, rel=0.01)
-    assert fitted.link.receive_s + fitted.link.accept_s == pytest.approx(LINK.receive_s, rel=0.05)
-
-
-def test_one_client_at_a_time_shows_no_contention() -> None:
-    lone = sample(ClosedLoop("hand-over", 12, 1, 128, 8), TRUE, shared_host=True)
-    several = sample(ClosedLoop("mixed", 12, 4, 128, 8), TRUE, shared_host=True)
-    busy = replace(lone.decode, beside_s=0.5 * lone.elapsed_s)
-    assert lone.beside(busy) == 0.0
-    busy = replace(several.decode, beside_s=0.5 * several.elapsed_s)
-    assert several.beside(busy) == pytest.approx(0.5)
-    assert several.beside(replace(busy, beside_s=3.0 * several.elapsed_s)) == 1.0
-
-
 def test_what_does_not_fit_between_two_tokens_is_done_at_the_offer() -> None:
     link = replace(LINK, latency_s=1e-5, bytes_per_s=1e15, accept_s=6e-4)
     kind = replace(TRUE, link=link)
@@ -144,14 +119,7 @@ def test_a_fit_leaves_out_negative_terms_and_states_its_error() -> None:
 
 
 def test_a_calibration_is_read_as_it_is_written() -> None:
-    contended = replace(TRUE, decode=replace(TRUE.decode, contention=0.5))
-    assert parse_calibration(json.loads(json.dumps(contended.as_json()))) == contended
-
-
-def test_a_calibration_of_before_contention_was_measured_has_none() -> None:
-    document = json.loads(json.dumps(TRUE.as_json()))
-    del document["prefill"]["contention"], document["decode"]["contention"]
-    assert parse_calibration(document) == TRUE
+    assert parse_calibration(json.loads(json.dumps(TRUE.as_json()))) == TRUE
 
 
 @pytest.mark.parametrize(

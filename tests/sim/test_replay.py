@@ -161,43 +161,6 @@ def test_coordinator_and_client_on_the_decode_workers_core_delay_its_steps() -> 
     assert beside_decode == pytest.approx(on_a_free_core + 19 * 3e-3)  # every message but the first and the last
 
 
-def test_a_decode_step_beside_a_prompt_takes_longer_by_its_contention() -> None:
-    front = replace(CALIBRATION.front, request_s=0.0, request_cpu_s=0.0, token_cpu_s=0.0)
-    kind = replace(CALIBRATION, front=front, decode=replace(CALIBRATION.decode, contention=0.5))
-    host = ClusterShape(kind, 1, kind, 1, cores=((0,), (1,)), host_cores=2)
-    rows = [TraceRow(0.0, 100, 31), TraceRow(0.05, 2000, 1)]
-    spans = []
-    for each in (rows[:1], rows):
-        replay = Replay(host, each)
-        replay.run(SLO)
-        spans.append([t.last_at - t.first_at for t in replay.measured.times])
-    prompt_s = kind.prefill.prompt_s(2000, 2048)
-    (alone_s,), (beside_s, _) = spans
-    assert prompt_s < alone_s - 0.05
-    # For `prompt_s` the stream proceeds at 1 / 1.5 of its speed.
-    assert beside_s == pytest.approx(alone_s + prompt_s / 3, rel=1e-6)
-
-
-def test_tasks_that_contend_slow_each_other_down_across_cores() -> None:
-    loop, ended = Loop(0), dict[str, float]()
-    host = Host(loop, 3)
-    host.run(1.0, (0,), lambda: ended.update(a=loop.now), 1.0)
-    host.run(1.0, (1,), lambda: ended.update(b=loop.now), 0.5)
-    host.run(2.0, (2,), lambda: ended.update(c=loop.now))
-    loop.run_all()
-    assert ended == pytest.approx({"b": 1.5, "a": 1.75, "c": 2.0})  # when b ends, a has a quarter left
-    host.run(1.0, (0,), lambda: ended.update(d=loop.now - 2.0), 1.0)
-    host.run(1.0, (0,), lambda: ended.update(e=loop.now - 2.0), 1.0)
-    loop.run_all()
-    assert (ended["d"], ended["e"]) == pytest.approx((2.0, 2.0))  # on one core they only share it
-    host.run(1.0, (0,), lambda: ended.update(f=loop.now - 4.0), 1.0)
-    host.run(1.0, (1,), lambda: ended.update(g=loop.now - 4.0), 0.0)
-    host.run(1.0, (1,), lambda: ended.update(h=loop.now - 4.0))
-    loop.run_all()
-    # g computes half of the time: f takes 1.5 times as long.
-    assert (ended["f"], ended["g"], ended["h"]) == pytest.approx((1.5, 2.0, 2.0))
-
-
 def test_tasks_on_one_core_share_it() -> None:
     loop, ended = Loop(0), dict[str, float]()
     host = Host(loop, 2)
