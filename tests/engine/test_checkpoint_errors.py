@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 def load_error(model_dir: Path) -> str:
     """Returns the line with which loading fails."""
-    started = time.monotonic()
     with pytest.raises(StartupError) as caught:
         tiny_runner(model_dir)
-    assert time.monotonic() - started < 10
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 500
     return caught.value.message
