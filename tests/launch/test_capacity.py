@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from baton.core.errors import InvalidRequest, StartupError
 from launch.bench.stats import RequestRecord
 from launch.capacity.calibrate import LoadLimits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
-from launch.capacity.loads import ClosedLoop, RoleCounters, Sample
+from launch.capacity.loads import ClosedLoop, RoleCounters, Sample, cpu_seconds
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
 from tests.support.scale import CALIBRATION
@@ -106,6 +109,23 @@ def test_loads_stay_within_the_limits_of_the_cluster() -> None:
     small = loads(LoadLimits(max_model_len=300, step_tokens=128, max_running=4))
     assert all(load.input_len + load.output_len <= 300 and load.concurrency <= 6 for load in small)
     assert {load.name for load in small} == {load.name for load in loads(LIMITS)}
+
+
+def test_the_processor_time_of_threads_that_have_ended_counts() -> None:
+    spent = list[float]()
+
+    def work() -> None:
+        while time.thread_time() < 0.05:
+            pass
+        spent.append(time.thread_time())
+
+    before, thread = cpu_seconds(os.getpid()), threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():  # the kernel ends it a little later
+        time.sleep(0.001)
+    assert cpu_seconds(os.getpid()) - before >= spent[0]
+    assert cpu_seconds(0) == 0.0
 
 
 def test_a_fit_leaves_out_negative_terms_and_states_its_error() -> None:
