@@ -58,6 +58,7 @@ WAITING = QUEUED, PARKED
 ANSWERED = "done", "stop string"  # why the front needs no more output of a complete answer
 MAX_TIMES_PARKED = 30
 REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second parking, and its maximum; doubled with each
+PARKED_S = 10.0  # for which KV waits for room at a decode worker, which prompts may hold that wait for its blocks
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
 # The decode worker has started, but the prefill worker saw the hand-over fail and made it end the sequence.
 _LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
@@ -283,7 +284,7 @@ class Requests:
             ([PREFILL], [ParkedBy], to(self._on_parked_early, ENDED)),
             ([HANDOVER], [ParkedBy], to(self._on_parked, PARKED, ENDED)),
             ([PARKED], [ParkedBy], to(ignore)),  # repeated after a redial
-            ([PARKED], [OfferDue], to(self._offer, HANDOVER)),
+            ([PARKED], [OfferDue], to(self._offer_again, HANDOVER, QUEUED)),
             ([DECODE], [ParkedBy], to(self._on_lost_ack, QUEUED)),
             (AT_WORKERS, [EndedBy], to(self._on_ended, QUEUED, ENDED)),
             ([PREFILL], [LostWorker], to(self._on_lost_prefill, QUEUED, ENDED)),
@@ -496,6 +497,13 @@ class Requests:
         self.reassigned += 1
         names = tuple(target.worker_id for target in choice.targets)
         return [*actions, AssignTargets(choice.prefill_worker, old, names, choice.attempt, choice.deadline_at)]
+
+    def _offer_again(self, choice: Choice, event: OfferDue, now: float) -> list[Action]:
+        actions = self._offer(choice, event, now)
+        if choice.stage is not PARKED or choice.unservable is not None or now < choice.history[-1].at + PARKED_S:
+            return actions
+        why = f"no decode worker had room for its KV for {PARKED_S:g} s"
+        return [*actions, *self._reschedule(choice, why, now, planned=True)]
 
     def _after_loss(self, choice: Choice, loss: LostWorker, now: float, *, ran: bool) -> list[Action]:
         """Reschedules a choice that depended on a lost worker, which `ran` it or not."""

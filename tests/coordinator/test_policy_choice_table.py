@@ -29,7 +29,7 @@ from coordinator.policy.choice import (
     Stage,
     Stop,
 )
-from coordinator.policy.requests import MAX_TIMES_PARKED
+from coordinator.policy.requests import MAX_TIMES_PARKED, PARKED_S
 from tests.coordinator.test_policy_requests import Drive
 
 FROM_WORKERS = PrefillTokens, DecodeTokens, HandedOverBy, ParkedBy, EndedBy
@@ -171,6 +171,12 @@ def test_the_table_lists_no_stage_to_which_no_message_leads(seen: set[tuple[Stag
     d = Drive("d0")  # which computes prompts, too
     d.requests.dispatcher.split = "never"
     tokens("d0", 6)(d, d.submit())
+    d = Drive("p0", "d0")  # whose room goes to another request than to the parked one
+    d.at(Stage.PARKED, max_tokens=40)
+    d.lose("d0")
+    d.submit("other", max_tokens=40)
+    d.join("d0")
+    d.tick(PARKED_S)
     table = Drive().requests.table
     listed = {(stage, event, after) for (stage, event), row in table.items() for after in row.states if after != stage}
     assert sorted(f"{a.value} {e.__name__} {b.value}" for a, e, b in listed - seen) == []

@@ -31,7 +31,7 @@ from baton.core.events import (
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
 from coordinator.policy.choice import Action, AssignTargets, Choice, Notify, Send, Stage, StartPrefill
 from coordinator.policy.dispatch import START_TOKENS
-from coordinator.policy.requests import MAX_TIMES_PARKED, InFlightCounts, Requests
+from coordinator.policy.requests import MAX_TIMES_PARKED, PARKED_S, InFlightCounts, Requests
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import make_join, make_request
 
@@ -477,6 +477,21 @@ def test_parked_kv_waits_for_a_decode_worker_until_the_hold_timeout() -> None:
     d.lose("d0")
     d.tick(30.1)
     assert d.error(r).code == "no_decode_worker"
+
+
+def test_parked_kv_gives_way_when_a_prompt_that_may_need_its_blocks_has_the_room_it_needs() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PARKED, max_tokens=40)
+    d.lose("d0")
+    other = d.submit("other", max_tokens=40)
+    d.join("d0")
+    d.tick(PARKED_S / 2)
+    assert (r.stage, other.stage) == (Stage.PARKED, Stage.PREFILL)
+    d.take(Send)
+    d.tick(PARKED_S / 2)
+    assert (r.stage, r.deaths) == (Stage.QUEUED, [])
+    assert ("p0", s) in [(worker, abort.sequence) for worker, abort in d.sent(Abort)]
+    d.requests.check()
 
 
 def test_request_that_fits_only_a_lost_worker_waits_and_then_fails() -> None:
