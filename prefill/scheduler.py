@@ -138,7 +138,7 @@ class PrefillScheduler:
         self._recent_s = self._recent_tokens = 0.0
         self._fit, self._done_at = StepFit(), 0.0  # when the last step was done
         self._turns = Turns()
-        self._arrived_at: dict[str, float] = {}  # when the last prompt of each tenant arrived
+        self._arrived_at: dict[str, float] = {}  # when the last prompt of each active tenant arrived
 
     def __repr__(self) -> str:
         prefilled = len(self.sequences) - len(self._waiting) - len(self._running)
@@ -306,9 +306,9 @@ class PrefillScheduler:
 
     def _full_step(self, now: float) -> int:
         """Returns how many tokens a full step has."""
-        costs = self._fit.costs()
-        active = sum(now - at < ACTIVE_S for at in self._arrived_at.values())
-        if active < 2 or costs is None or not costs[1]:
+        self._arrived_at = {tenant: at for tenant, at in self._arrived_at.items() if now - at < ACTIVE_S}
+        costs = self._fit.costs() if len(self._arrived_at) > 1 else None
+        if costs is None or not costs[1]:
             return self.step_tokens
         return min(self.step_tokens, max(round(costs[0] / costs[1] / FIXED_SHARE), LEAST_TOKENS))
 
