@@ -261,12 +261,11 @@ class Dispatcher:
     def _long_tokens(self) -> float:
         """Returns how many tokens a prompt has at most that none of the present classes lets others go past."""
         steps = (
-            max(w.step_tokens for w in pool.most_blocks.values())
+            pool.longest_step
             for each in self._workers.classes
             for pool in (each.pools if self._prompts_on_decode(each) else (each.prefill,))
-            if pool.most_blocks
         )
-        return BACKLOG_STEPS * min(steps, default=math.inf)
+        return BACKLOG_STEPS * min(filter(None, steps), default=math.inf)
 
     def submit_later(self, choice: Choice, first: ChoiceId) -> None:
         """Queues a later choice of the request whose first choice is `first`."""
@@ -359,10 +358,8 @@ class Dispatcher:
     def _overtaken_below(self, choice: Choice, each: WorkerClass, without: tuple[Pool, ...]) -> float:
         """Returns the counter below which other tenants go past a choice for which these pools of a class have no room:
         none, unless its prompt needs an idle worker to compute it."""
-        longest = without[-1].most_blocks.values()  # of each block size, a worker with the longest steps
-        tokens, steps = choice.request.num_prefill_tokens, max((w.step_tokens for w in longest), default=0)
-        computes = each.prefill in without or self._prompts_on_decode(each)
-        if choice.prompt_charged or not computes or tokens <= BACKLOG_STEPS * steps:
+        tokens, computes = choice.request.num_prefill_tokens, each.prefill in without or self._prompts_on_decode(each)
+        if choice.prompt_charged or not computes or tokens <= BACKLOG_STEPS * without[-1].longest_step:
             return -math.inf
         return self._queue.counter(choice, tokens)
 

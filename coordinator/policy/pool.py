@@ -354,7 +354,9 @@ class Pool:
         self.index = CachedIndex()
         self.grown = True  # a worker gained room or blocks, joined, left or changed state since `place` had no room
         self.block_sizes: set[int] = set()
-        self.most_blocks: dict[int, Worker] = {}  # by block size, one whose `blocks_for` are the most
+        self.most_blocks: dict[
+            int, Worker
+        ] = {}  # by block size, one with the longest steps, whose `blocks_for` are the most
         # The least and greatest `max_model_len` of the workers that do not drain, or of the last ones that did not.
         self.lengths: tuple[int, int] | None = None
         self._slots: list[Worker | None] = []  # by bit in the index
@@ -388,6 +390,11 @@ class Pool:
         known = self.most_blocks.get(worker.block_size)
         if known is None or known.step_tokens < worker.step_tokens:
             self.most_blocks[worker.block_size] = worker
+
+    @property
+    def longest_step(self) -> int:
+        """The tokens of the longest step of its workers; 0 without workers."""
+        return max((worker.step_tokens for worker in self.most_blocks.values()), default=0)
 
     def totals(self) -> dict[str, float]:
         """Returns TOTALS and `worker_s`, over the present workers and those that have left: they never fall."""
