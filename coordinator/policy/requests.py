@@ -499,10 +499,12 @@ class Requests:
         return [*actions, AssignTargets(choice.prefill_worker, old, names, choice.attempt, choice.deadline_at)]
 
     def _offer_again(self, choice: Choice, event: OfferDue, now: float) -> list[Action]:
-        actions = self._offer(choice, event, now)
-        if choice.stage is not PARKED or choice.unservable is not None or now < choice.history[-1].at + PARKED_S:
+        """Offers parked KV again; after PARKED_S it is given up if its workers are here and decode has no room."""
+        actions, parked_s = self._offer(choice, event, now), now - choice.history[-1].at
+        here = choice.unservable is None and self.workers.connected(choice.prefill_worker)
+        if choice.stage is not PARKED or not here or parked_s < PARKED_S:
             return actions
-        why = f"no decode worker had room for its KV for {PARKED_S:g} s"
+        why = f"no decode worker has room for its KV, which was parked for {parked_s:.1f} s"
         return [*actions, *self._reschedule(choice, why, now, planned=True)]
 
     def _after_loss(self, choice: Choice, loss: LostWorker, now: float, *, ran: bool) -> list[Action]:

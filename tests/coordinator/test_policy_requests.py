@@ -494,6 +494,17 @@ def test_parked_kv_gives_way_when_a_prompt_that_may_need_its_blocks_has_the_room
     d.requests.check()
 
 
+def test_parked_kv_is_kept_while_no_decode_worker_is_here_however_long() -> None:
+    d = Drive("p0", "d0", hold_s=60.0)
+    r, _ = d.at(Stage.PARKED)
+    d.lose("d0")
+    d.tick(3 * PARKED_S)
+    assert r.stage is Stage.PARKED
+    d.join("d0")
+    d.tick()
+    assert r.stage is Stage.HANDOVER
+
+
 def test_request_that_fits_only_a_lost_worker_waits_and_then_fails() -> None:
     d = Drive("p0", "d0", "d1", hold_s=30.0)
     d.lose("d1")
