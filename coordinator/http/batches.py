@@ -40,15 +40,14 @@ MAX_BODY_BYTES = 64 * 1024  # of a new batch, with up to 10 KB of metadata; pars
 CONNECT_S = 2.0
 ANSWER_S = LIMIT_S + 30.0
 """The longest wait for the batches process: its own limit for the disk, and some more."""
+FIGURES_S = 1.0
+"""For its figures, for which a scrape of `/metrics` waits."""
 MAX_CONNECTIONS = 512
 """To the batches process, which limits how many of them may be uploads and downloads."""
 KEPT = ("content-type", "content-length", "retry-after", "x-should-retry")
 """The headers of an answer that go to the client."""
 BUFFER_BYTES = 64 * 1024
 """Of the kernel, for each connection: by default it would hold megabytes for a client that reads slowly."""
-
-
-FIGURES_S = 1.0
 
 
 class BatchesClient:
