@@ -3,15 +3,16 @@
     python benchmarks/tenants.py                     one prefill and one decode worker, built-in model, 60 s overloaded
     python benchmarks/tenants.py --seconds 10        a short run
     python benchmarks/tenants.py --quota 0.4         each worker with 0.4 of a core, as root
+    python benchmarks/tenants.py --small 6 --share 0.125 --prompts 200-1500
 
-In turns on one cluster: the peak, by a closed loop of one tenant; two small tenants alone, each with a twentieth of the
-peak; the same two beside a third one that sends ten times as much as each; and beside one that sends so much that three
-times the peak arrives. A refused request is not sent again. Times are those of a client on the same cores,
-which does as little as it can: it reads of an answer no more than where it ends. Beside them are the coordinator's own:
-to the first token and the parts of it from its log, to a refusal (from the head of the request to the response) from
-`baton_http_refusal_seconds`; and the processor time of each process. With `--quota` the workers are the limit and not
-the host: coordinator and client have the rest of the cores. A run takes 3.5 times `--seconds` and half a minute. Writes
-`benchmarks/results/tenants.md`.
+In turns on one cluster: the peak, by a closed loop of one tenant; the small tenants alone (`--small`), each with a
+`--share` of the peak; the same beside another one that sends ten times as much as each; and beside one that sends so
+much that three times the peak arrives. A refused request is not sent again. Times are those of a client on the same
+cores, which does as little as it can: it reads of an answer no more than where it ends. Beside them are the
+coordinator's own: to the first token and the parts of it from its log, to a refusal (from the head of the request to
+the response) from `baton_http_refusal_seconds`; and the processor time of each process. With `--quota` the workers are
+the limit and not the host: coordinator and client have the rest of the cores. A run takes 3.5 times `--seconds` and
+half a minute. Writes `benchmarks/results/tenants.md`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.kit import cluster, parser, report, table
+from benchmarks.kit import Cluster, cluster, parser, report, table
 from benchmarks.quota import quotas
 from launch.cluster_api import get_cluster
+from sim.scale.workload import Lengths, parse_lengths
 from sim.stats import percentile
 
-SMALL, HEAVY = ("small-1", "small-2"), "heavy"
-PROMPT_TOKENS, OUTPUT_TOKENS, CLIENTS, QUEUE = 96, 16, 24, 64
-OVERLOAD, TENFOLD, SHARE = 3.0, 10.0, 0.05
+HEAVY = "heavy"
+OUTPUT_TOKENS, CLIENTS, QUEUE = 16, 24, 64
+OVERLOAD, TENFOLD = 3.0, 10.0
 REFUSAL_LIMIT_S = 0.05
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 PROCESSES = ("client", "coordinator", "prefill", "decode")
@@ -106,24 +108,26 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """Requests of one window, over connections that are kept. Their bytes are made before, except a number in the id
-    and in the first two tokens, so that no two prompts of a run begin alike: none is in a prefix cache."""
+    """Requests of one window, over connections that are kept, with prompts of random lengths. Their tokens are written
+    before, except a number in the first two, so that no two prompts of a run begin alike: none is in a prefix cache."""
 
     numbers = itertools.count(1)
     """Shared by all windows."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, prompts: Lengths) -> None:
         parts, self.name, self._random = urlsplit(url), name, random.Random(1)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self.answers, self._idle = list[Answer](), list[Connection]()
-        tokens = ",".join(str(300 + self._random.randrange(3600)) for _ in range(PROMPT_TOKENS - 2))
+        self._prompts = prompts
+        self._tokens = "".join(f",{self._random.randrange(1000, 3900)}" for _ in range(prompts.high - 2))
         options = {"model": "builtin", "max_tokens": OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
-        self._tail = f",{tokens}],{json.dumps(options)[1:]}"
+        self._tail = f"],{json.dumps(options)[1:]}"
         self._head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
 
     async def send(self, tenant: str) -> None:
         number = next(self.numbers)
-        body = f'{{"prompt":[{300 + number % 3600},{300 + number // 3600}{self._tail}'
+        tokens = self._tokens[: 5 * (self._prompts.draw(self._random) - 2)]
+        body = f'{{"prompt":[{300 + number % 3600},{300 + number // 3600}{tokens}{self._tail}'
         of = f"authorization: Bearer {key(tenant)}\r\nx-request-id: {self.name}-{number}\r\n"
         request = f"{self._head}{of}content-length: {len(body)}\r\n\r\n{body}".encode()
         connection = await self._connection()
@@ -167,7 +171,7 @@ def served(answers: Sequence[Answer], begun: float, seconds: float) -> float:
 
 def shown(answers: Sequence[Answer], *, small: bool, refused: bool) -> tuple[str, float]:
     """The percentiles of the times to the first token, or to a refusal, and the 99th in seconds."""
-    times = sorted(a.first_s for a in answers if (a.tenant in SMALL) is small and (a.status != 200) is refused)
+    times = sorted(a.first_s for a in answers if (a.tenant != HEAVY) is small and (a.status != 200) is refused)
     p50, p99 = percentile(times, 50), percentile(times, 99)
     return f"{p50 * 1e3:.0f} / {p99 * 1e3:.0f} ms of {len(times)}", p99
 
@@ -175,7 +179,7 @@ def shown(answers: Sequence[Answer], *, small: bool, refused: bool) -> tuple[str
 def at_the_coordinator(log: str, name: str) -> tuple[str, str]:
     """The percentiles of the times to the first token of small tenants in a window, as the coordinator logged them, and
     of the parts of these: in the coordinator's queue and at the worker before the first step, and in steps."""
-    pattern = rf"{name}-\d+-\w+ of small-\d finished.* queue (\d+) ms, prefill (\d+) ms.* first token after (\d+) ms"
+    pattern = rf"{name}-\d+-\w+ of small-\d+ finished.* queue (\d+) ms, prefill (\d+) ms.* first token after (\d+) ms"
     queue, prefill, first = zip(*(map(float, times) for times in re.findall(pattern, log)), strict=True)
 
     def percentiles(times: Sequence[float]) -> str:
@@ -267,12 +271,15 @@ def within(before: dict[float, float], after: dict[float, float]) -> str:
     return f"at most {p50 * 1e3:g} / {p99 * 1e3:g} ms of {total:.0f}; {share:.2%} within {REFUSAL_LIMIT_S * 1e3:g} ms"
 
 
-async def measure(url: str, operators: str, up: int, log: Path, seconds: float) -> tuple[list[list[str]], str]:
+async def measure(
+    running: Cluster, operators: str, up: int, seconds: float, smalls: Sequence[str], share: float, prompts: Lengths
+) -> tuple[list[list[str]], str]:
+    """The rows of the report and the table of processor times. `share`: of the peak, for each of `smalls`."""
     pids, windows = processes(operators, up), dict[str, Window]()
 
     async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0) -> None:
         before = {kind: processor_s(of_kind) for kind, of_kind in pids.items()}
-        load, begun, idle = Load(url, name), time.monotonic(), idle_s()
+        load, begun, idle = Load(running.url, name, prompts), time.monotonic(), idle_s()
         if closed:
             await load.closed(HEAVY, closed, window_s)
         await asyncio.gather(*(load.open(tenant, per_s, window_s) for tenant, per_s in loads))
@@ -286,15 +293,15 @@ async def measure(url: str, operators: str, up: int, log: Path, seconds: float) 
     peak = windows["peak"].served_per_s
     if not peak:
         raise SystemExit(f"no request was served: {Counter(a.status for a in windows['peak'].load.answers)}")
-    smalls = [(tenant, SHARE * peak) for tenant in SMALL]
-    await window("alone", seconds, *smalls)
-    await window("tenfold", seconds, *smalls, (HEAVY, TENFOLD * SHARE * peak))
+    of_smalls = [(tenant, share * peak) for tenant in smalls]
+    await window("alone", seconds, *of_smalls)
+    await window("tenfold", seconds, *of_smalls, (HEAVY, TENFOLD * share * peak))
     refused, stalls = scrape(operators)
-    await window("both", seconds, *smalls, (HEAVY, (OVERLOAD - 2 * SHARE) * peak))
+    await window("both", seconds, *of_smalls, (HEAVY, (OVERLOAD - len(smalls) * share) * peak))
     refused_after, stalls_after = scrape(operators)
     goodput, both = windows["both"].served_per_s, windows["both"].load.answers
-    logged = log.read_text(errors="replace")
-    statuses = Counter((a.tenant in SMALL, a.status) for a in both)
+    logged = next(running.run_dir.rglob("coordinator.log")).read_text(errors="replace")
+    statuses = Counter((a.tenant != HEAVY, a.status) for a in both)
     beside = ("alone", "tenfold", "both")
     times = {name: shown(windows[name].load.answers, small=True, refused=False) for name in beside}
     ratios = {name: f"p99 {times[name][1] / max(times['alone'][1], 1e-9):.2f} times" for name in beside}
@@ -318,11 +325,15 @@ def main() -> None:
     options = parser(__doc__, "tenants.md")
     options.add_argument("--seconds", type=float, default=60.0, help="of the last window")
     options.add_argument("--quota", type=float, default=0.0, help="of a core, for each worker; 0: no limit")
+    options.add_argument("--small", type=int, default=2, help="tenants beside the heavy one")
+    options.add_argument("--share", type=float, default=0.05, help="of the peak, for each small tenant")
+    options.add_argument("--prompts", type=parse_lengths, default=Lengths(96, 96), help="tokens, such as 200-1500")
     options.add_argument("--note", default="", help="what else ran on the machine, for the report")
     given = options.parse_args()
+    smalls = [f"small-{number + 1}" for number in range(given.small)]
     with tempfile.TemporaryDirectory() as directory:
         keys = Path(directory) / "keys"
-        keys.write_text("".join(f"{key(tenant)} name={tenant}\n" for tenant in (*SMALL, HEAVY)))
+        keys.write_text("".join(f"{key(tenant)} name={tenant}\n" for tenant in (*smalls, HEAVY)))
         keys.chmod(0o600)
         flags = (
             "--model",
@@ -337,14 +348,16 @@ def main() -> None:
             str(keys),
         )
         with cluster(*flags, "--max-queued-requests", str(QUEUE), "--admin-port", "0") as running:
-            log = next(running.run_dir.rglob("coordinator.log"))
             known = json.loads((running.run_dir / "cluster.json").read_text())
             workers = get_cluster(known["admin"]).workers
             with quotas(workers, given.quota) if given.quota else contextlib.nullcontext():
-                rows, costs = asyncio.run(measure(running.url, known["admin"], known["pid"], log, given.seconds))
+                rows, costs = asyncio.run(
+                    measure(running, known["admin"], known["pid"], given.seconds, smalls, given.share, given.prompts)
+                )
     what = (
-        f"One prefill and one decode worker, built-in model without a draft; prompts of {PROMPT_TOKENS} random tokens,"
-        f" {OUTPUT_TOKENS} tokens out; a queue of {QUEUE} requests, {given.seconds:g} s of overload"
+        f"One prefill and one decode worker, built-in model without a draft; prompts of {given.prompts} random tokens,"
+        f" {OUTPUT_TOKENS} tokens out; {given.small} small tenants, each with {given.share:g} of the peak; a queue of"
+        f" {QUEUE} requests, {given.seconds:g} s of overload"
         + (f"; each worker with {given.quota:g} of a core." if given.quota else ".")
     )
     report(
