@@ -505,6 +505,21 @@ def test_parked_kv_is_kept_while_no_decode_worker_is_here_however_long() -> None
     assert r.stage is Stage.HANDOVER
 
 
+def test_parked_kv_is_kept_while_its_own_worker_is_disconnected() -> None:
+    d = Drive("p0", "d0")
+    r, _ = d.at(Stage.PARKED, max_tokens=40)
+    d.lose("d0")
+    d.submit("other", max_tokens=40)
+    d.join("d0")
+    d.tick(PARKED_S / 2)
+    d.table.disconnected("p0", 1, d.now)
+    d.tick(PARKED_S)
+    assert (r.stage, r.attempt) == (Stage.PARKED, 1)
+    d.table.join(make_join("p0", blocks=16), d.now)
+    d.tick()
+    assert r.stage is Stage.QUEUED
+
+
 def test_request_that_fits_only_a_lost_worker_waits_and_then_fails() -> None:
     d = Drive("p0", "d0", "d1", hold_s=30.0)
     d.lose("d1")
