@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 
+from sim.loop import Trace
 from sim.seeds import MODES, Mode, Result, run_seed
 
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _one(seed: int, modes: tuple[Mode, ...], window: int, *, trace: bool) -> int:
     failed = False
     for mode in modes:
-        result = run_seed(seed, mode, window=window, keep_trace=trace)
+        result = run_seed(seed, mode, window=window, trace=Trace(keep=trace))
         for line in result.lines:
             print(line)
         print(_summary(result))
@@ -43,8 +44,9 @@ def _one(seed: int, modes: tuple[Mode, ...], window: int, *, trace: bool) -> int
 def _summary(result: Result) -> str:
     ended = ", ".join(f"{count} {name}" for name, count in sorted(result.ended.items()))
     state = f"FAILED {result.error}" if result.error else "ok"
+    trace = f"trace {result.digest} | " if result.digest else ""
     return (
-        f"seed {result.seed} {result.mode}: {state} | trace {result.digest} | {result.virtual_s:.1f} virtual s,"
+        f"seed {result.seed} {result.mode}: {state} | {trace}{result.virtual_s:.1f} virtual s,"
         f" {result.events} events | {ended}"
     )
 

@@ -136,7 +136,7 @@ class Cluster:
     def _start_coordinator(self) -> Coordinator:
         loop, options = self.loop, self.options.coordinator
         incarnation = self._next_incarnation("coordinator")
-        coordinator = Coordinator(loop, self.network, incarnation, self._make_clock(loop), options)
+        coordinator = Coordinator(loop, self.network, incarnation, self._make_clock(loop), options, verify=self.verify)
         if self.options.expected_output_tokens is not None:
             coordinator.requests.dispatcher.expectation.mean_tokens = self.options.expected_output_tokens
         return coordinator

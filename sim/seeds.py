@@ -56,7 +56,8 @@ ALLOWED_CODES = frozenset(
 
 @dataclass(slots=True)
 class Result:
-    """The result of one seed. `error`: what was violated, empty if nothing was. `ended` counts how choices ended."""
+    """The result of one seed. `error`: what was violated, empty if nothing was. `ended` counts how choices ended.
+    `digest` and `lines` are those of a run with a trace."""
 
     seed: int
     mode: Mode
@@ -69,11 +70,10 @@ class Result:
     lines: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, mode: Mode, *, window: int = 0, keep_trace: bool = False) -> Result:
+def run_seed(seed: int, mode: Mode, *, window: int = 0, trace: Trace | None = None) -> Result:
     """Runs one seed, with a model whose layers all have this `window` (0: none). Never raises for a violated invariant,
-    nor for an error in the code under test."""
+    nor for an error in the code under test. A `trace` changes nothing else and takes a sixth of the time."""
     draw = random.Random(seed * 2 + (mode == "liveness"))
-    trace = Trace(keep=keep_trace)
     result = Result(seed, mode)
     crowded = draw.random() < 0.25
     cluster = make_cluster(draw, trace, crowded, window)
@@ -90,9 +90,10 @@ def run_seed(seed: int, mode: Mode, *, window: int = 0, keep_trace: bool = False
     except Exception as e:
         # Any exception is a finding: the objects under test raise InvariantError, or a bug raises something else.
         result.error = f"{type(e).__name__}: {e}"
-        trace.add(cluster.loop.now, "FAILED", result.error)
+        cluster.loop.note("FAILED", result.error)
     _count(result, cluster, injector)
-    result.digest, result.lines = trace.digest, trace.lines or []
+    if trace is not None:
+        result.digest, result.lines = trace.digest, trace.lines or []
     return result
 
 
@@ -182,7 +183,7 @@ def _check_bounds(cluster: Cluster) -> None:
 LONGEST_DEADLINE_S, LONGEST_ARRIVAL_S, LONGEST_FAULT_S, NO_DEADLINE_S = 20.0, 3.0, 6.0, 1e6
 
 
-def make_cluster(draw: random.Random, trace: Trace, crowded: bool, window: int) -> Cluster:
+def make_cluster(draw: random.Random, trace: Trace | None, crowded: bool, window: int) -> Cluster:
     """`crowded`: one small decode worker, whose sequences run out of blocks."""
     prefill = PoolOptions(
         workers=draw.choice((1, 2, 2, 3)),

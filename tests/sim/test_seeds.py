@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,8 @@ import sim.seeds
 from baton.core.request import GenerateRequest, TokenLogprob
 from sim.__main__ import main
 from sim.engine import expected
-from sim.seeds import run_seed
+from sim.loop import Trace
+from sim.seeds import Mode, run_seed
 
 
 def test_one_seed_gives_one_trace_in_every_process() -> None:
@@ -31,10 +33,21 @@ def test_one_seed_gives_one_trace_in_every_process() -> None:
     assert len(lines) == 1 and len(lines.pop().splitlines()) > 200
 
 
+def digest(seed: int, mode: Mode) -> str:
+    return run_seed(seed, mode, trace=Trace()).digest
+
+
 def test_seeds_and_modes_differ_and_a_repetition_in_the_same_process_does_not() -> None:
-    digests = [run_seed(seed, mode).digest for seed in (1, 2) for mode in sim.seeds.MODES]
+    digests = [digest(seed, mode) for seed in (1, 2) for mode in sim.seeds.MODES]
     assert len(set(digests)) == 4
-    assert [run_seed(seed, mode).digest for seed in (1, 2) for mode in sim.seeds.MODES] == digests
+    assert [digest(seed, mode) for seed in (1, 2) for mode in sim.seeds.MODES] == digests
+
+
+def test_a_run_without_a_trace_is_the_same_run() -> None:
+    for mode in sim.seeds.MODES:
+        traced, plain = run_seed(3, mode, trace=Trace(keep=True)), run_seed(3, mode)
+        assert traced.lines and not plain.lines
+        assert replace(traced, digest="", lines=[]) == plain and plain.events > 200
 
 
 def test_wrong_token_fails_the_seed_and_the_command_names_it(
