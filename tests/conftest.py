@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,10 @@ if not has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 limit_name_lookups()
+
+# Every HTTP client, of which the tests and their processes make thousands, loads all authorities: 20 ms for the usual
+# ones. No test connects to a server that one of them certifies; those with TLS name their own.
+os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).parent / "data" / "authority.pem"))
 
 with contextlib.suppress(ImportError):  # tests/gpu runs without Hypothesis
     from hypothesis import HealthCheck, settings
