@@ -29,18 +29,28 @@ def _model(path: Path) -> Any:
 
 
 @torch.inference_mode()
-def greedy(path: Path, prompt: Sequence[int], count: int) -> Greedy:
-    """Returns `count` greedy tokens after `prompt`, without stopping at EOS."""
-    model = _model(path)
+def greedy(path: Path, prompt: Sequence[int], count: int, likely: Sequence[int] = ()) -> Greedy:
+    """Returns `count` greedy tokens after `prompt`, without stopping at EOS. The result does not depend on the `likely`
+    ones: as far as they equal it, one pass computes them all, and not one pass each."""
+    model, ahead = _model(path), list(likely[: count - 1])
     tokens: list[int] = []
     decided = count
-    inputs, cache = torch.tensor([list(prompt)]), None
-    for index in range(count):
-        out = model(inputs, past_key_values=cache, use_cache=True)
-        cache, logits = out.past_key_values, out.logits[0, -1]
+
+    def choose(logits: torch.Tensor) -> None:
+        nonlocal decided
         best = torch.topk(logits, 2)
         if float(best.values[0] - best.values[1]) < TIE:
-            decided = min(decided, index)
+            decided = min(decided, len(tokens))
         tokens.append(int(best.indices[0]))
-        inputs = torch.tensor([[tokens[-1]]])
+
+    for logits in model(torch.tensor([[*prompt, *ahead]])).logits[0, len(prompt) - 1 :]:
+        choose(logits)
+        if tokens != ahead[: len(tokens)]:
+            break
+    inputs, cache = [*prompt, *tokens], None
+    while len(tokens) < count:
+        out = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        choose(out.logits[0, -1])
+        inputs = tokens[-1:]
     return Greedy(tuple(tokens), decided)
