@@ -17,7 +17,6 @@ import pytest
 
 from baton.core.compatibility import PROTOCOL_VERSION
 from baton.core.request import GenerateRequest
-from baton.runtime.model_source import resolve_model
 from coordinator.policy.traffic import Traffic
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client, body
@@ -48,7 +47,8 @@ def running(tmp_path: Path) -> Iterator[Cluster]:
     env = {VARIABLE: str(tmp_path / "version"), "PYTHONPATH": str(ROOT)}
     flags = {"prefill": 2, "decode": 2, "exact": True, "draft": "none", "served_model_name": "m"}
     program = (sys.executable, "-m", "tests.support.versioned", "up")
-    started = start_cluster("builtin", run_dir=tmp_path / "run", env=env, program=program, **flags)
+    model = make_checkpoint(tmp_path / "m", arch="llama")
+    started = start_cluster(model, run_dir=tmp_path / "run", env=env, program=program, **flags)
     try:
         yield wait_ready(started, 180.0)
     except BaseException:
@@ -71,7 +71,7 @@ async def over_grpc(client: Client, seed: int) -> object:
 
 
 async def chat(client: Client, seed: int, **fields: Any) -> dict[str, Any]:
-    sent = {"model": "m", "messages": [{"role": "user", "content": f"write {seed}"}], "seed": seed, "max_tokens": 60}
+    sent = {"model": "m", "messages": [{"role": "user", "content": f"write {seed}"}], "seed": seed, "max_tokens": 150}
     answer = await client.http.post("/v1/chat/completions", json={**sent, **fields})
     assert answer.status_code == 200, answer.text
     message: dict[str, Any] = answer.json()["choices"][0]["message"]
@@ -157,7 +157,7 @@ async def test_every_process_is_replaced_by_the_next_version_and_back(
                 await rolled(running, version)
                 assert all(answered[ask.__name__] > before[ask.__name__] for ask in KINDS), answered
                 if version == NEXT:
-                    other = other_weights(resolve_model("builtin"), tmp_path / "other")
+                    other = other_weights(tmp_path / "m", tmp_path / "other")
                     line = await refused_worker(running, other)
                     assert "refused this worker" in line and "model_digest: " in line
                 failed = [each for each in clients if each.done()]
