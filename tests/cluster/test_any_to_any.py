@@ -68,4 +68,4 @@ async def test_pools_with_different_block_sizes_give_the_tokens_of_one_rank(
     prefill: int, decode: int, checkpoint: Callable[[int], Path]
 ) -> None:
     sizes = {"prefill_block_size": prefill, "decode_block_size": decode}
-    await same_tokens_as_one_rank(checkpoint(4), prefill_tp=2 if prefill < decode else 1, **sizes)
+    await same_tokens_as_one_rank(checkpoint(2), prefill_tp=2 if prefill < decode else 1, **sizes)

@@ -151,7 +151,7 @@ def attack(running: Cluster, payload: bytes, link: int) -> None:
 def test_requests_cannot_make_the_cluster_unpickle_execute_open_or_dial_anything(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     payload = bomb(marker)
-    with cluster("builtin", env=audit.environment(tmp_path / "audit"), admin_port=0) as running:
+    with cluster("builtin", draft="none", env=audit.environment(tmp_path / "audit"), admin_port=0) as running:
         first = ask(running)
         assert first.status_code == 200 and ask(running, structured_outputs={"regex": "[a-z]+"}).status_code == 200
         serving = set(running.processes()) - {running.process.pid}

@@ -94,7 +94,8 @@ class Nodes:
             (where / name).write_text("raise SystemExit('shadowed')")
         variables, _ = readme_commands()
         variables["BATON_CLUSTER_TOKEN_FILE"] = variables["BATON_CLUSTER_TOKEN_FILE"].replace("$PWD", str(where))
-        variables |= {"BATON_DTYPE": "float32", "BATON_KV_MEMORY_GIB": "0.05", "PYTHON": sys.executable}
+        variables |= {"BATON_DTYPE": "float32", "BATON_KV_MEMORY_GIB": "0.05", "BATON_DRAFT": "none"}
+        variables |= {"PYTHON": sys.executable}
         variables |= {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for node, command in commands:
