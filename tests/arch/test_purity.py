@@ -92,4 +92,4 @@ def test_help_of_a_worker_loads_no_torch(tier: str) -> None:
 
 
 def test_help_of_the_coordinator_loads_no_server() -> None:
-    assert not loaded_by(["coordinator.__main__"]) & {"starlette", "grpc", "tokenizers", "uvicorn"}
+    assert not loaded_by(["coordinator.command"]) & {"starlette", "grpc", "tokenizers", "uvicorn"}
