@@ -69,11 +69,11 @@ class Cluster:
 
     def processes(self) -> list[int]:
         """Returns every running process that the cluster started, including the launcher."""
-        return [pid for pid in _all_pids() if self._is_ours(pid)]
+        return [pid for pid in _all_pids() if self.runs(pid)]
 
     def kill(self, pid: int, sig: int = signal.SIGKILL) -> None:
         """Sends a signal to a process of this cluster, and to no other."""
-        assert self._is_ours(pid), f"process {pid} is not of this cluster"
+        assert self.runs(pid), f"process {pid} is not of this cluster"
         os.kill(pid, sig)
 
     def wait_until(self, condition: Callable[[Cluster], bool], what: str, timeout_s: float = 30.0) -> None:
@@ -119,7 +119,8 @@ class Cluster:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
 
-    def _is_ours(self, pid: int) -> bool:
+    def runs(self, pid: int) -> bool:
+        """Whether a process runs and is of this cluster."""
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -85,14 +85,14 @@ class FaultCluster:
 
     def resume(self, pid: int) -> None:
         """Sends SIGCONT to a stopped process, unless its own launcher has ended it meanwhile."""
-        if pid in self.cluster.processes():
+        if self.cluster.runs(pid):
             self.cluster.kill(pid, signal.SIGCONT)
 
     def ready(self) -> bool:
         """Whether all workers are, and run: the coordinator needs a moment to see a killed one."""
-        known, running = self.cluster.workers(), set(self.cluster.processes())
+        known = self.cluster.workers()
         rows = [known.get(worker, {}) for worker in self.workers]
-        return all(row.get("state") == "ready" and running.issuperset(row["pids"]) for row in rows)
+        return all(row.get("state") == "ready" and all(map(self.cluster.runs, row["pids"])) for row in rows)
 
     def state(self, worker: str) -> dict[str, Any]:
         """Requests the current state of a worker's leader, or of another rank (WORKER.RANK)."""
