@@ -33,8 +33,8 @@ def rehearse(out: Path, *arguments: str, seconds: float = 1200, **environment: s
     return ran.returncode, report
 
 
-QUICK_PARTS = ("environment", "kernel-times", "first-step", "first-edge", "8b-http", "edges-ipc")
-"""The first four, whose figures come before all others, a cluster and edges; beside parts that fail, an engine. `make
+QUICK_PARTS = ("environment", "kernel-times", "first-step", "first-edge", "8b-http")
+"""The first four, whose figures come before all others, and a cluster; beside parts that fail, an engine. `make
 test-long` rehearses all: most others run the same functions with other settings, tests that the suite has anyway, or
 what is not Baton's."""
 

@@ -33,12 +33,12 @@ def burst(rate: float, times: float, begin_s: float, length_s: float, whole_s: f
 
 
 def test_a_burst_is_served_in_time_with_fewer_worker_hours_than_its_size_all_the_time() -> None:
-    made = dry_run(POLICY, burst(6.0, 5.0, 600.0, 300.0, 1800.0))
+    made = dry_run(POLICY, burst(6.0, 5.0, 400.0, 200.0, 1200.0))
     assert not made.outcome.refused
     assert made.warm_met_ttft >= 0.95 and made.warm_requests > 0.8 * made.outcome.requests
     largest = max(change.decision.size.prefill for change in made.changes)
     assert largest >= 3
-    assert made.prefill_hours <= 0.7 * largest * 0.5
+    assert made.prefill_hours <= 0.7 * largest * 1200.0 / 3600.0
     sizes = [change.decision.size.prefill for change in made.changes]
     assert reversals(sizes) <= 2, sizes  # it began cold, and then followed the burst up and down
     assert made.changes[0].decision.reasons[0]
