@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import StartupError
+from baton.runtime.paths import read_text
 from coordinator.policy.timeline import TPOT_S, TTFT_S, counted_limit
 from launch.cluster_api import get_metrics
 from sim.stats import Slo
@@ -159,7 +160,7 @@ def save_scrape(scraped: Scrape, path: str) -> None:
 def load(path: str) -> Scrape:
     """Returns what `save_scrape` wrote. Raises StartupError."""
     try:
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        saved = json.loads(read_text(path))
         return parse(str(saved["metrics"]), float(saved["at"]))
     except OSError as error:
         raise StartupError(f"--since {path} cannot be read: {error.strerror or error}") from None

@@ -21,13 +21,13 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import click
 
 from baton.core.errors import BatonError, StartupError
 from baton.runtime.config import differences, resolve
+from baton.runtime.paths import read_text
 from baton.runtime.process import record_error
 
 Config = TypeVar("Config")
@@ -129,7 +129,7 @@ def read_config_file(path: str | None) -> Mapping[str, object]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors write a byte order mark first
+        return tomllib.loads(read_text(path).removeprefix("\ufeff"))  # some editors write a byte order mark first
     except OSError as error:
         raise StartupError(f"config file {path}: {error.strerror or error}") from None
     except RecursionError:

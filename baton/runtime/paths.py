@@ -32,6 +32,25 @@ def open_regular(path: str | Path) -> BinaryIO:
     return os.fdopen(fd, "rb")
 
 
+MAX_TEXT_BYTES = 64 << 20
+"""Of a file of settings or results."""
+
+
+def read_text(path: str | Path) -> str:
+    """Returns the text, in UTF-8, of a file that an operator names, which may be a pipe. More than MAX_TEXT_BYTES are
+    not read: a device has no end.
+
+    Raises:
+        OSError: it cannot be read, or is longer.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open(path, "rb") as file:
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {MAX_TEXT_BYTES >> 20} MiB", str(path))
+    return data.decode("utf-8")
+
+
 def read_regular(path: str | Path) -> bytes:
     """Returns the content of a regular file. Raises OSError."""
     with open_regular(path) as file:

@@ -16,6 +16,7 @@ import click
 
 from baton.core.errors import BatonError, StartupError
 from baton.runtime.options import NumberRange
+from baton.runtime.paths import read_text
 from coordinator.policy.split import Split
 from launch.bench.command import LENGTHS, SLO
 from sim.scale.costs import Calibration, parse_calibration
@@ -104,7 +105,7 @@ def load_rows(
 def read_calibration(path: str, option: str = "--calibration") -> Calibration:
     """Raises StartupError with the file and the field that is wrong."""
     try:
-        return parse_calibration(json.loads(Path(path).read_text(encoding="utf-8")))
+        return parse_calibration(json.loads(read_text(path)))
     except OSError as error:
         raise StartupError(f"{option} {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

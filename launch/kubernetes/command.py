@@ -13,6 +13,7 @@ import yaml
 from baton.core.errors import StartupError
 from baton.runtime.model_source import served_name
 from baton.runtime.options import read_config_file
+from baton.runtime.paths import read_text
 from launch.kubernetes.config import KubernetesConfig
 from launch.kubernetes.files import (
     checksum_files,
@@ -92,7 +93,7 @@ def _models(pods: PodPlan, config: KubernetesConfig) -> Models:
     directory = mount_directory(paths)
     if config.checksums:
         try:
-            sums = parse_checksums(Path(config.checksums).read_text(encoding="utf-8"))
+            sums = parse_checksums(read_text(config.checksums))
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", "") or error
             raise StartupError(f"--checksums {config.checksums}: {reason}") from None

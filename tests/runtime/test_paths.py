@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from baton.core.errors import StartupError
+from baton.runtime import paths
 from baton.runtime.model_source import resolve_model, served_name
+from baton.runtime.options import read_config_file
 from baton.runtime.paths import expanded, read_regular
 from baton.runtime.token_file import read_token
+from launch.capacity.command import read_calibration
+from launch.report import load
 
 
 def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +61,19 @@ def test_only_regular_files_are_read_and_nothing_is_waited_for(
     with pytest.raises(OSError, match="not a regular file"):
         read_regular(path)
     assert len(os.listdir("/proc/self/fd")) == file_descriptors
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("read", [read_config_file, load, read_calibration])
+def test_a_device_without_an_end_is_refused(read: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "MAX_TEXT_BYTES", 1 << 20)
+    with pytest.raises(StartupError, match=r"/dev/zero.* has more than 1 MiB$"):
+        read("/dev/zero")
+
+
+def test_a_pipe_is_read_to_its_end() -> None:
+    end, start = os.pipe()
+    os.write(start, b"\xef\xbb\xbfthreads = 2")
+    os.close(start)
+    assert read_config_file(f"/dev/fd/{end}") == {"threads": 2}
+    os.close(end)
