@@ -178,7 +178,7 @@ def test_cut_in_a_long_flat_tail_is_found_on_a_gpu(params: dict[str, float]) -> 
     choose, vocab = load_sampler(TRITON), 20_000
     row = (np.random.default_rng(3).normal(size=vocab) * 0.1).astype(np.float32)
     draws = [Draw(SamplingParams(**{"temperature": 0.7, "seed": index, **params}), 0, index) for index in range(2)]
-    assert choose(torch.from_numpy(row).expand(4, -1), draws) == [plain(row, draw) for draw in draws]
+    assert choose(torch.from_numpy(row).expand(len(draws), -1), draws) == [plain(row, draw) for draw in draws]
 
 
 def test_float32_noise_is_near_the_exact_noise_for_every_kind_of_random_word() -> None:
