@@ -252,27 +252,6 @@ async def test_a_worker_of_two_ranks_drains_as_one(tmp_path: Path, model: Path) 
         assert e.b.state("p0") == "forgotten"
 
 
-async def test_a_second_signal_ends_a_draining_worker_and_one_signal_ends_a_loading_worker(
-    tmp_path: Path, model: Path
-) -> None:
-    async with elastic(tmp_path, model, "p0", "d0") as e:
-        # Long enough that they still run at the second signal, however late that is.
-        readers = [e.submit(f"r{n}", 4000) for n in range(6)]
-        await readers[0].got(5)
-        job = e.jobs.jobs["d0"]
-        job.terminate()
-        await e.state("draining", "d0")
-        job.terminate(number=signal.SIGINT)
-        assert await job.wait_exit(5.0) == 128 + signal.SIGINT
-        await e.state("lost", "d0")
-        for reader in readers:
-            await reader.leave()  # otherwise it would wait for another decode worker
-        loading = e.jobs.start("d1", **EXACT)
-        await until(loading.ranks, 30.0, "a rank of d1")
-        loading.terminate()
-        assert await loading.wait_exit() == 0, loading.log
-
-
 async def check_mismatched_links_are_refused(e: Elastic, join: Join) -> None:
     hello = _hello(e, join.facts)
     bad = [(why, changed(hello, changes)) for why, changes in MISFITS if "token" not in changes]
@@ -316,7 +295,30 @@ async def check_every_bad_handle_is_refused_and_counted(e: Elastic, join: Join) 
     await until(lambda: e.load("d0").handles_refused == 1000, 5.0, "1,000 refusals")
 
 
-async def test_bad_links_and_handles_are_refused_and_the_worker_keeps_serving(tmp_path: Path, model: Path) -> None:
+async def check_a_second_signal_ends_a_draining_worker(e: Elastic) -> None:
+    # Long enough that they still run at the second signal, however late that is.
+    readers = [e.submit(f"r{n}", 4000) for n in range(6)]
+    await readers[0].got(5)
+    job = e.jobs.jobs["d0"]
+    job.terminate()
+    await e.state("draining", "d0")
+    job.terminate(number=signal.SIGINT)
+    assert await job.wait_exit(5.0) == 128 + signal.SIGINT
+    await e.state("lost", "d0")
+    for reader in readers:
+        await reader.leave()  # otherwise it would wait for another decode worker
+
+
+async def check_one_signal_ends_a_loading_worker(e: Elastic) -> None:
+    loading = e.jobs.start("d1", **EXACT)
+    await until(loading.ranks, 30.0, "a rank of d1")
+    loading.terminate()
+    assert await loading.wait_exit() == 0, loading.log
+
+
+async def test_a_worker_serves_on_after_bad_links_and_handles_until_a_second_signal(
+    tmp_path: Path, model: Path
+) -> None:
     async with elastic(tmp_path, model, "p0", "d0") as e:
         expected = await e.answers(["r"], 8)
         record, pids = e.b.cluster.workers.get("d0"), e.jobs.jobs["d0"].ranks()
@@ -325,3 +327,5 @@ async def test_bad_links_and_handles_are_refused_and_the_worker_keeps_serving(tm
             await check(e, record.join)
             assert e.jobs.jobs["d0"].ranks() == pids
             assert await e.answers(["r"], 8) == expected
+        await check_a_second_signal_ends_a_draining_worker(e)
+        await check_one_signal_ends_a_loading_worker(e)
