@@ -9,13 +9,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, cluster, command_line
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 
 def answer(running: Cluster) -> str:
-    body = {"model": "builtin", "prompt": "def read_lines(path):", "max_tokens": 24, "temperature": 0}
+    body = {"model": "m", "prompt": "def read_lines(path):", "max_tokens": 24, "temperature": 0}
     done = httpx.post(running.url + "/v1/completions", json=body, timeout=60)
     assert done.status_code == 200, done.text
     return str(done.json()["choices"][0]["text"])
@@ -37,7 +38,7 @@ def kill_and_await(running: Cluster, name: str, victim: int) -> None:
 
 def test_a_restarted_worker_serves_as_before_and_drains_on_sigterm(tmp_path: Path) -> None:
     flags = {"exact": True, "draft": "ngram", "prefill": 2}
-    with cluster("builtin", run_dir=tmp_path / "run", **flags) as running:
+    with cluster(make_checkpoint(tmp_path / "m"), run_dir=tmp_path / "run", **flags) as running:
         first = answer(running)
         parent, rank = agent(running, "decode-0"), running.pids("decode-0")[0]
         assert command_line(rank)[1:3] == ["-m", "decode"] and os.getsid(rank) == rank != os.getsid(parent)
