@@ -13,6 +13,7 @@ The command and `baton up` exchange one file of the run directory: a request, th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 from baton.core.errors import StartupError
 from launch.child import Child
 from launch.console import Console
-from launch.run_directory import ROLL, reading
+from launch.run_directory import ROLL, is_held, reading
 from launch.supervisor import Supervised
 
 REQUESTED, RUNNING, DONE, FAILED = "requested", "running", "done", "failed"
@@ -86,7 +87,12 @@ class Roll:
 
     def _end(self, state: str, error: str) -> None:
         self.ended = True
-        self._write(state, error=error)
+        try:
+            self._write(state, error=error)
+        except StartupError as problem:
+            error = error or problem.message
+            with contextlib.suppress(OSError):
+                self._file.unlink()  # possible on a full disk; else the request would be taken again
         count = f"{len(self._replaced)} processes replaced"
         self._console.stage("roll", f"{state}   {count}" + (f"; {error}" if error else ""))
 
@@ -189,8 +195,10 @@ def roll(run_dir: Path, console: Console) -> int:
     """Requests a roll of the `baton up` that uses a run directory, and shows its progress; returns the exit code.
 
     Raises:
-        StartupError: one is running already, or that `baton up` does not reply.
+        StartupError: one is running already, or that `baton up` does not run, does not reply, or ends meanwhile.
     """
+    if not is_held(run_dir):
+        raise StartupError(f"no `baton up` runs in {run_dir}; name its directory with --run-dir")
     file, deadline = run_dir / ROLL, time.monotonic() + GRACE_S
     if reading(file).get("state") in (REQUESTED, RUNNING):
         raise StartupError(f"a roll is running already: {file}")
@@ -198,6 +206,9 @@ def roll(run_dir: Path, console: Console) -> int:
     shown: tuple[str, int] = "", 0
     while True:
         document = reading(file)
+        if not document or not is_held(run_dir):
+            unknown = f"the roll left no result in {file}: `baton up` has ended, or cannot write there"
+            raise StartupError(f"{unknown}; its output says what was replaced")
         state, replaced = document.get("state"), document.get("replaced", [])
         if (now := (str(document.get("now", "")), len(replaced))) != shown:
             for name in replaced[shown[1] :]:

@@ -144,6 +144,21 @@ def _hold(lock: int, requested: str) -> None:
     os.write(lock, f"{os.getpid()}\n".encode())
 
 
+def is_held(path: Path) -> bool:
+    """Returns whether a process holds the lock of a run directory; true on a file system without locks."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _remove_addresses(path: Path) -> None:
     for name in (CLUSTER, READY, BATCHES_READY, TOKEN, KEYS, ROLL):
         (path / name).unlink(missing_ok=True)
