@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.core.errors import StartupError
+from baton.core.model_config import parse_model_config
 
 Metadata = Mapping[str, Any]
 
@@ -31,6 +32,19 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_KEYS = {  # of fields of a config.json, with the architecture to be filled in
+    "vocab_size": "tokenizer.ggml.tokens",
+    "hidden_size": "{}.embedding_length",
+    "intermediate_size": "{}.feed_forward_length",
+    "num_hidden_layers": "{}.block_count",
+    "num_attention_heads": "{}.attention.head_count",
+    "num_key_value_heads": "{}.attention.head_count_kv",
+    "head_dim": "{}.attention.key_length",
+    "max_position_embeddings": "{}.context_length",
+    "rms_norm_eps": "{}.attention.layer_norm_rms_epsilon",
+    "rope_theta": "{}.rope.freq_base",
+}
+_FIELD = re.compile(rf"\b({'|'.join(_KEYS)})\b")
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that divides the rotary frequencies; llama.cpp's way to store the rope scaling of Llama 3.1 and later."""
@@ -81,6 +95,11 @@ def config_json(metadata: Metadata, names: Sequence[str], rope_factors: Sequence
     }
     if rope_factors:
         config["rope_scaling"] = llama3_scaling(rope_factors, theta, head_dim)
+    try:
+        parse_model_config(config)
+    except StartupError as error:
+        message = error.message.removeprefix("config.json: ")
+        raise StartupError(_FIELD.sub(lambda field: _KEYS[field[0]].format(kind), message)) from None
     return config
 
 

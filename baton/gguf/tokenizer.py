@@ -13,6 +13,8 @@ from typing import Any
 from baton.core.errors import StartupError
 
 Metadata = Mapping[str, Any]
+MAX_TOKEN_CHARS = 1024
+"""Of SentencePiece's: all cuts of a token are tried, in time that grows with its length squared."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 _LLAMA3 = (
@@ -99,6 +101,8 @@ def _byte_level(metadata: Metadata, vocabulary: dict[str, int]) -> dict[str, Any
     merges = [merge.split(" ") for merge in _list(metadata, "tokenizer.ggml.merges", str)]
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
         raise StartupError(f"tokenizer.ggml.merges has {' '.join(wrong)!r:.60}, which is not two tokens")
+    if wrong := next((merge for merge in merges if not vocabulary.keys() >= {*merge, "".join(merge)}), None):
+        raise StartupError(f"tokenizer.ggml.merges has {' '.join(wrong)!r:.60}: a part, or what they make, is no token")
     return {
         "normalizer": {"type": "NFC"} if pre in _NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
@@ -112,6 +116,8 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], vocabulary: dict[str, 
     scores = _list(metadata, "tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise StartupError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    if long := next((number for number, token in enumerate(tokens) if len(token) > MAX_TOKEN_CHARS), None):
+        raise StartupError(f"tokenizer.ggml.tokens: token {long} has more than {MAX_TOKEN_CHARS} characters")
     merges = [
         (-scores[number], vocabulary[token[:cut]], vocabulary[token[cut:]])
         for number, token in enumerate(tokens)

@@ -196,6 +196,21 @@ def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path)
             {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 320},
             "tokenizer.ggml.bos_token_id must be a token of the 320, not 320",
         ),
+        ({"llama.block_count": 1 << 31}, "m.gguf: llama.block_count must be an integer from 1 to 1000, not 2147483648"),
+        (
+            {"llama.attention.head_count": 7},
+            "llama.attention.head_count 7 is not a multiple of llama.attention.head_count_kv 2",
+        ),
+        ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base must be a finite number of at least 1.0, not 0.0"),
+        ({"tokenizer.ggml.merges": ["t \u0416"]}, "merges has 't \u0416': a part, or what they make, is no token"),
+        (
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.scores": [0.0] * 320,
+                "tokenizer.ggml.tokens": [f"{number} " + "x" * (number == 8) * 2000 for number in range(320)],
+            },
+            "tokenizer.ggml.tokens: token 8 has more than 1024 characters",
+        ),
         ({"tokenizer.ggml.pre": ["gpt-2"]}, "damaged metadata: TypeError: unhashable"),
     ],
 )
