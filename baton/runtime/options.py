@@ -29,6 +29,7 @@ from baton.core.errors import BatonError, StartupError
 from baton.runtime.config import differences, resolve
 from baton.runtime.paths import read_text
 from baton.runtime.process import record_error
+from baton.runtime.status import printable
 
 Config = TypeVar("Config")
 
@@ -37,6 +38,9 @@ EXIT_STARTUP_ERROR = 3
 
 EXIT_OUTPUT_LOST = 1
 """The exit code of a process that did its work but could not write its output."""
+
+MAX_ERROR_CHARS = 4000
+"""Of the line that a command ends with."""
 
 _CONFIG_FILE = "config_file"
 _PRINT_CONFIG = "print_config"
@@ -116,8 +120,8 @@ def flush_stdout(end: str = "") -> OSError | None:
 
 
 def error_line(error: BatonError, where: str = "") -> str:
-    """Returns `error: ...`, always a single line; `where` precedes the message."""
-    return "error: " + where + " ".join(error.message.split())
+    """Returns `error: ...`, always a single line without control characters; `where` precedes the message."""
+    return "error: " + printable(where + " ".join(error.message.split()), MAX_ERROR_CHARS)
 
 
 def read_config_file(path: str | None) -> Mapping[str, object]:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from baton.core.errors import StartupError
 from baton.runtime.config import CoordinatorConfig, WorkerConfig
-from baton.runtime.options import config_command, flags_of, read_config_file, run_main
+from baton.runtime.options import config_command, error_line, flags_of, read_config_file, run_main
 from launch.cli import baton
 from launch.up_config import UpConfig
 
@@ -303,3 +303,8 @@ def test_an_empty_api_key_is_refused_from_every_source(
         file.write_text(text)
         assert run(command, "--config", str(file)) == 3
         assert "secret" not in capsys.readouterr().err
+
+
+def test_an_error_is_one_line_without_control_characters() -> None:
+    line = error_line(StartupError("tensor a\x1b]0;b\x07\n c is twice " + "x" * 5000), "coordinator: ")
+    assert line.startswith(r"error: coordinator: tensor a\x1b]0;b\x07 c is twice xx") and len(line) == 4007
