@@ -6,12 +6,13 @@ rest of the time between two steps."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core.errors import BatonError, StartupError
 from launch.bench.report import PACKAGES, machine_line
@@ -25,6 +26,9 @@ from sim.stats import percentile
 BACKLOG = 6  # clients that keep a prefill worker busy
 SEQUENTIAL = 8  # requests of one client
 OUTPUT_LEN = 96
+LONG_OUTPUT_LEN = 384
+"""So long that a batch runs whole for most of it, and that most of its KV is not shared."""
+BATCHES = 1, 2, 4, 8, 16, 32, 64, 128, 256
 HAND_OVERS = 12
 MIXED_TURNS = 3  # requests of each client
 REPEATS = 3
@@ -49,11 +53,13 @@ def loads(limits: LoadLimits) -> list[ClosedLoop]:
     contexts; hand-overs of several sizes. A load that the cluster cannot hold is left out."""
     longest = limits.max_model_len - OUTPUT_LEN - 1
     lengths = [n for n in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384) if n <= longest]
-    batches = [n for n in (1, 2, 4, 8, 16, 32, 48, 96, 192) if n <= limits.max_running]
+    batches = [*(n for n in BATCHES if n < limits.max_running), min(limits.max_running, BATCHES[-1])]
+    short = min(32, longest)
+    long_len = min(LONG_OUTPUT_LEN, limits.max_model_len - short - 1)
     # KV that all rows share would stay in a processor's cache: with long contexts each row has its own.
-    contexts = [(min(32, longest), n, True) for n in batches]
+    contexts = [(short, n, True, output_len) for output_len in (OUTPUT_LEN, long_len) for n in batches]
     contexts += [
-        (length, n, False)
+        (length, n, False, OUTPUT_LEN)
         for length, limit in ((longest // 4, 4), (longest - OUTPUT_LEN, 3))
         for n in batches[:limit]
         if length > 0
@@ -61,7 +67,7 @@ def loads(limits: LoadLimits) -> list[ClosedLoop]:
     chosen = [ClosedLoop("warm-up", SEQUENTIAL, 2, min(64, longest), 8)]
     chosen += [ClosedLoop("prefill", SEQUENTIAL, 1, n, 1) for n in lengths]
     chosen += [ClosedLoop("prefill backlog", 4 * BACKLOG, BACKLOG, n, 1) for n in lengths[1::2]]
-    chosen += [ClosedLoop("decode", n, n, context, OUTPUT_LEN, shared=shared) for context, n, shared in contexts]
+    chosen += [ClosedLoop("decode", n, n, length, output, shared=shared) for length, n, shared, output in contexts]
     chosen += [ClosedLoop("hand-over", HAND_OVERS, 1, n, 8) for n in lengths if n <= limits.step_tokens]
     # Both roles at work at once, as they share caches and memory; other numbers of tokens per request than above.
     chosen += [
@@ -172,8 +178,8 @@ def _steps(
     by_name: Mapping[str, Sequence[Sample]], step_tokens: int, shared_host: bool
 ) -> tuple[PrefillCosts, DecodeCosts, dict[str, float], dict[str, Residual]]:
     """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts)."""
-    alone = [*by_name["hand-over"], *by_name.get("mixed", ())] if shared_host else []
-    prompts = [*by_name["prefill"], *by_name["prefill backlog"], *alone]
+    mixed = [*by_name["hand-over"], *by_name.get("mixed", ())] if shared_host else []
+    prompts = [*by_name["prefill"], *by_name["prefill backlog"], *mixed]
     coefficients, of_prefill = fit(
         {
             "base_s": [s.prefill.steps for s in prompts],
@@ -189,11 +195,23 @@ def _steps(
     around = sorted((s.elapsed_s - s.prefill.step_s) / s.prefill.steps for s in by_name["prefill backlog"])
     prefill = PrefillCosts(**coefficients, idle_s=0.0 if shared_host else max(0.0, percentile(around, 50)))
 
-    batches = [*by_name["decode"], *alone]
-    coefficients, of_decode = fit(
+    decode, receives, of_decode = _decode_steps(by_name["decode"], mixed, prefill, shared_host)
+    return prefill, decode, sends | receives, {"prefill step": of_prefill, "decode step": of_decode}
+
+
+def _decode_steps(
+    alone: Sequence[Sample], mixed: Sequence[Sample], prefill: PrefillCosts, shared_host: bool
+) -> tuple[DecodeCosts, dict[str, float], Residual]:
+    """Fits the steps of decode batches `alone` and, on a shared host, with `mixed` loads, the processor time of
+    hand-overs."""
+    batches = [*alone, *mixed]
+    # A line from each size that was measured to the next: what few rows cost does not predict what many do.
+    sizes = sorted({s.load.concurrency for s in alone})[1:-1]
+    lines = list(itertools.pairwise((0, *sizes, math.inf)))
+    coefficients, residual = fit(
         {
             "base_s": [s.decode.steps for s in batches],
-            "row_s": [(s.load.output_len - 1) * s.load.requests for s in batches],
+            **{f"beyond {number}": [s.rows_beyond(number, last) for s in batches] for number, last in lines},
             "context_s": [s.context for s in batches],
             "draft_s": [s.decode.drafted for s in batches],
             "receive_s": [s.handed_over if shared_host else 0 for s in batches],
@@ -201,15 +219,18 @@ def _steps(
         },
         [s.decode.cpu_s if shared_host else s.decode.step_s for s in batches],
     )
-    sends |= {name: coefficients.pop(name) for name in ("receive_s", "receive_token_s")}
+    receives = {name: coefficients.pop(name) for name in ("receive_s", "receive_token_s")}
+    beyond = tuple((int(number), coefficients.pop(f"beyond {number}")) for number, _ in lines)
     drafted = sum(s.decode.drafted for s in batches)
-    coefficients["token_s"] = prefill.token_s
-    coefficients["accepted"] = min(sum(s.decode.accepted for s in batches) / drafted, 0.99) if drafted else 0.0
+    accepted = min(sum(s.decode.accepted for s in batches) / drafted, 0.99) if drafted else 0.0
+    fitted = DecodeCosts(
+        row_s=beyond[0][1], token_s=prefill.token_s, accepted=accepted, beyond=beyond[1:], **coefficients
+    )
     if not drafted:
-        computed, lone = DecodeCosts(**coefficients), [s for s in by_name["decode"] if s.load.concurrency == 1]
-        idle = [_period_s(s) - computed.plain_s(1, s.context / s.decode.steps) for s in lone]
-        coefficients["idle_s"] = max(0.0, percentile(sorted(idle), 50))
-    return prefill, DecodeCosts(**coefficients), sends, {"prefill step": of_prefill, "decode step": of_decode}
+        lone = [s for s in alone if s.load.concurrency == 1]
+        idle = [_period_s(s) - fitted.plain_s(1, s.context / s.decode.steps) for s in lone]
+        fitted = replace(fitted, idle_s=max(0.0, percentile(sorted(idle), 50)))
+    return fitted, receives, residual
 
 
 def _pairs(tokens: float) -> float:

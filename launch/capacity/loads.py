@@ -81,6 +81,13 @@ class Sample:
     def tokens_sent(self) -> int:
         return 0 if self.load.shared else self.handed_over * self.load.input_len
 
+    def rows_beyond(self, number: float, last: float) -> float:
+        """Returns how many rows of its decode steps, each with the mean number of them, come after the first `number`
+        of a step, up to the `last` one."""
+        steps = self.decode.steps
+        rows = (self.decode.tokens - self.decode.accepted) / steps if steps else 0.0
+        return steps * min(max(rows - number, 0.0), last - number)
+
     @property
     def context(self) -> float:
         """The positions that all decode rows of the load attend to."""

@@ -3,7 +3,7 @@
 A step costs a sum of few terms, each fitted by least squares:
 
     prefill   base + row x rows + token x tokens + pair x sum over rows of tokens x mean context
-    decode    base + row x rows + context x sum over rows of context
+    decode    base + a curve over the number of rows + context x sum over rows of context
               + token x tokens of long rows (recomputation) + draft x draft tokens
 
 The context of a token is the number of positions before it, its own included.
@@ -11,6 +11,7 @@ The context of a token is the number of positions before it, its own included.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -53,9 +54,10 @@ class PrefillCosts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """Seconds of a decode worker's step. `token_s` is the cost of a token in a long row; `draft_s` that of proposing
-    and verifying one draft token, of which the share `accepted` is accepted (0: no speculation); `idle_s` passes
-    between two steps without anything being computed."""
+    """Seconds of a decode worker's step. A row costs `row_s`, but each one beyond a number of `beyond` (rising) what
+    stands there, up to the next number. `token_s` is the cost of a token in a long row; `draft_s` that of proposing and
+    verifying one draft token, of which the share `accepted` is accepted (0: no speculation); `idle_s` passes between
+    two steps without anything being computed."""
 
     base_s: float
     row_s: float
@@ -64,6 +66,7 @@ class DecodeCosts:
     draft_s: float = 0.0
     accepted: float = 0.0
     idle_s: float = 0.0
+    beyond: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, plan: StepPlan, draft_tokens: int = 0) -> float:
         context = long = 0
@@ -72,9 +75,15 @@ class DecodeCosts:
             long += len(row.tokens) - 1
         return self.plain_s(len(plan.rows), context) + self.token_s * long + self.draft_s * draft_tokens
 
-    def plain_s(self, rows: int, context: float) -> float:
+    def plain_s(self, rows: float, context: float) -> float:
         """Returns the seconds of a step of `rows` rows of one token whose contexts add up to `context`."""
-        return self.base_s + self.row_s * rows + self.context_s * context
+        curve_s, last, row_s = 0.0, 0, self.row_s
+        for number, next_s in self.beyond:
+            if rows <= number:
+                break
+            curve_s += row_s * (number - last)
+            last, row_s = number, next_s
+        return self.base_s + curve_s + row_s * (rows - last) + self.context_s * context
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +241,19 @@ def _build(of: type, source: object, name: str) -> Any:
             value = _number(value, prefix + key, whole=f.type == "int")
             if key in _AT_LEAST_ONE and value < 1:
                 raise InvalidRequest(f"{prefix}{key}: must be at least 1, not {value}", param=prefix + key)
+        elif key == "beyond":
+            value = _beyond(value, prefix + key)
         made[key] = value
     return of(**made)
+
+
+def _beyond(source: object, name: str) -> tuple[tuple[int, float], ...]:
+    if not isinstance(source, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in source):
+        raise InvalidRequest(f"{name}: must be pairs of rows and seconds, not {source!r:.40}", param=name)
+    pairs = tuple((int(_number(rows, name, whole=True)), _number(seconds, name)) for rows, seconds in source)
+    if any(later <= earlier for (earlier, _), (later, _) in itertools.pairwise(((0, 0.0), *pairs))):
+        raise InvalidRequest(f"{name}: the numbers of rows must rise from 1 on", param=name)
+    return pairs
 
 
 def _number(value: object, name: str, *, whole: bool = False) -> float:

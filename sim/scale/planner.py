@@ -127,13 +127,15 @@ def _raised(limit_s: float, value_s: float) -> float:
 
 def lower_bound(pair: Pair, rows: Sequence[TraceRow]) -> Size:
     """Returns the fewest workers that could do the work at all: every prompt computed once, and every token in a batch
-    as large as a worker runs."""
+    of the size at which it costs least."""
     duration_s = max(rows[-1].at_s - rows[0].at_s, 1.0) if rows else 1.0
     shared = any(row.blocks for row in rows)  # then much of the prompts may be cached
     prompts_s = 0.0 if shared else sum(pair.prefill.prefill.token_s * row.input_len for row in rows)
     decode, batch = pair.decode.decode, pair.decode.decode_worker.max_running or 256
     speed_up = 1 / (1 - decode.accepted)
-    token_s = decode.base_s / batch + decode.row_s
+    # On each line of the curve a token costs least at one of its ends.
+    sizes = (batch, *(rows for rows, _ in decode.beyond if rows < batch))
+    token_s = min(decode.plain_s(size, 0) / size for size in sizes)
     tokens_s = sum(token_s * row.output_len for row in rows) / speed_up
     return Size(max(1, math.ceil(prompts_s / duration_s)), max(1, math.ceil(tokens_s / duration_s)))
 

@@ -403,7 +403,7 @@ def _speculation(calibration: Calibration, layout: KVLayout) -> Speculation:
     costs, kind = calibration.decode, calibration.decode_worker
     points = [(rows, costs.plain_s(rows, 0.0)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     token_s = costs.token_s or calibration.prefill.token_s
-    long = [(n, costs.base_s + costs.row_s + token_s * (n - 1)) for n in (1, 16, 128, kind.step_tokens + 129)]
+    long = [(n, costs.plain_s(1, 0.0) + token_s * (n - 1)) for n in (1, 16, 128, kind.step_tokens + 129)]
     each = [(rows, costs.draft_s / 2 * rows) for rows, _ in points]
     draft = [(rows, costs.draft_s / 2 * rows) for rows, _ in points]
     model = StepModel(long, draft, rows=points, per_draft_token=each, step_tokens=kind.step_tokens)

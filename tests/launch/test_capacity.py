@@ -32,7 +32,8 @@ FRONT = replace(
     client_message_cpu_s=5e-5,
     client_token_cpu_s=2e-5,
 )
-TRUE = replace(CALIBRATION, link=LINK, front=FRONT)
+DECODE = replace(CALIBRATION.decode, beyond=((4, 5e-5), (16, 4e-4)))  # a second line that is flatter, a steeper third
+TRUE = replace(CALIBRATION, link=LINK, front=FRONT, decode=DECODE)
 IDLE_S = 1e-4
 LIMITS = LoadLimits(max_model_len=4096, step_tokens=512, max_running=64)
 
@@ -50,7 +51,7 @@ def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool) -> Sample:
     rounds = load.output_len - 1
     batches = -(-n // load.concurrency)
     made = Sample(load, (), RoleCounters(), RoleCounters(), 0.0, 0.0, 0.0)
-    decode_s = rounds * batches * decode.base_s + decode.row_s * rounds * n + decode.context_s * made.context
+    decode_s = rounds * batches * decode.plain_s(n / batches, 0) + decode.context_s * made.context
     gap_s = link.latency_s + tokens * kind.token_bytes / link.bytes_per_s + decode.plain_s(1, tokens + 1)
     if shared_host:
         gap_s += link.send_s + link.receive_s + (link.send_token_s + link.receive_token_s) * tokens
@@ -83,7 +84,8 @@ def test_fits_find_the_costs_behind_the_samples(shared_host: bool) -> None:
         for name in true.__slots__:
             if name != "idle_s":
                 assert getattr(getattr(found, part), name) == pytest.approx(getattr(true, name), rel=0.03), (part, name)
-    assert (found.decode.base_s, found.decode.row_s) == pytest.approx((TRUE.decode.base_s, TRUE.decode.row_s), rel=1e-3)
+    for rows in (1, 3, 4, 10, 16, 40, 64):
+        assert found.decode.plain_s(rows, 0) == pytest.approx(TRUE.decode.plain_s(rows, 0), rel=1e-3), rows
     assert found.decode.context_s == pytest.approx(TRUE.decode.context_s, rel=1e-3)
     assert found.link.latency_s == pytest.approx(TRUE.link.latency_s, rel=0.05)
     assert found.link.bytes_per_s == pytest.approx(TRUE.link.bytes_per_s, rel=0.05)
@@ -152,6 +154,10 @@ def test_a_calibration_is_read_as_it_is_written() -> None:
         (lambda d: d["decode"].update(base_s="x"), "decode.base_s"),
         (lambda d: d["decode"].update(base_s=-1), "decode.base_s"),
         (lambda d: d["decode"].update(base_s=1e999), "decode.base_s"),
+        (lambda d: d["decode"].update(beyond=[[4]]), "decode.beyond"),
+        (lambda d: d["decode"].update(beyond=[[4, 1e-4], [4, 2e-4]]), "decode.beyond"),
+        (lambda d: d["decode"].update(beyond=[[1.5, 1e-4]]), "decode.beyond"),
+        (lambda d: d["decode"].update(beyond=[[4, -1e-4]]), "decode.beyond"),
         (lambda d: d["prefill_worker"].update(blocks=1.5), "prefill_worker.blocks"),
         (lambda d: d["link"].update(bytes_per_s=0), "link.bytes_per_s"),
         (lambda d: d.update(residuals={"x": {"median": 0}}), "residuals.x.largest"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +17,7 @@ from sim.scale.planner import (
     Size,
     cheapest,
     evaluate_times,
+    lower_bound,
     one_fewer,
     search,
     search_one_pool,
@@ -40,6 +43,16 @@ def replayed(rows: Sequence[TraceRow], slo: Slo) -> object:
 
 def plan(rows: Sequence[TraceRow], slo: Slo, pair: Pair = PAIR) -> Cheapest | Infeasible:
     return search(pair, slo, rows, replayed(rows, slo))  # type: ignore[arg-type]
+
+
+def test_no_batch_generates_more_than_the_fewest_workers_that_the_search_begins_with() -> None:
+    """A token costs least in a batch of eight here, half of what it costs in the largest one."""
+    decode = replace(CALIBRATION.decode, base_s=0.008, row_s=0.0, beyond=((8, 0.0021),))
+    per_token = min(decode.plain_s(size, 0) / size for size in range(1, 257))
+    rows = even(400, 0.01, 100, 1000)
+    seconds = sum(per_token * row.output_len for row in rows) / (rows[-1].at_s - rows[0].at_s)
+    pair = Pair(CALIBRATION, replace(CALIBRATION, decode=decode))
+    assert lower_bound(pair, rows).decode == math.ceil(seconds)
 
 
 @pytest.mark.parametrize(
