@@ -160,10 +160,11 @@ def _flip(policy: Policy, url: str, every_s: float, *control: str) -> int:
     autoscaler = Autoscaler(policy, url, lambda line: console.stage("autoscale", line))
     with contextlib.suppress(KeyboardInterrupt):
         while True:  # until Ctrl-C
-            need = autoscaler.look()
-            if need is not None and (sample := autoscaler.sample) is not None:
-                flip = next_flip(sample, need, autoscaler.present)
+            autoscaler.look()
+            if (decision := autoscaler.decision) is not None and (sample := autoscaler.sample) is not None:
+                flip = next_flip(sample, decision.busy, autoscaler.present)
                 if flip is not None:
+                    console.stage("autoscale", f"{decision.busy[0]:.2f} prefill and {decision.busy[1]:.2f} decode busy")
                     try:
                         drain(flip.worker, url, FLIP_S[flip.role], flip.role, *control)
                     except StartupError as error:  # the next look decides again

@@ -9,9 +9,9 @@ error only after a longer time. Where workers start sooner, the rate of that tim
               has room, is small enough (M/G/n: Erlang C with the approximation of Allen and Cunneen), and that clear
               the backlog, as it will be when a new worker has started, within another start time
     decode    sequences that will run together (Little's law, plus their chance fluctuation) over those that one worker
-              runs within the limit of TPOT and in its KV pool; the KV that requests will hold, which is reserved from
-              the dispatch on and so for as long as their prompts take; and that of those that run now, with what it
-              grows by
+              runs within the limit of TPOT and in its KV pool, and the processor time of hand-overs; the KV that
+              requests will hold, which is reserved from the dispatch on and so for as long as their prompts take; and
+              that of those that run now, with what it grows by
 
 Costs come from `baton calibrate`, corrected by what the workers measure of themselves. TTFT and TPOT close the loop: as
 long as too many requests are late although all workers are ready and busy, one tenth more workers are added at a time;
@@ -23,10 +23,11 @@ and never acts while workers start. Both roles are zero, or neither is.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from statistics import NormalDist, pstdev
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.core.commands import Role
 from sim.scale.costs import Calibration
@@ -189,14 +190,27 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class Sizing:
     """The size to have from now on. `reasons` has the numbers behind each role; `unmet` says which limit more workers
-    cannot meet."""
+    cannot meet; `busy` is how many workers each role keeps busy as it is now."""
 
     size: Size
     reasons: tuple[str, str]
     unmet: str = ""
+    busy: tuple[float, float] = (0.0, 0.0)
 
     def __str__(self) -> str:
         return f"{self.size}: prefill {self.reasons[0]}; decode {self.reasons[1]}" + (self.unmet and f"; {self.unmet}")
+
+
+class Need(NamedTuple):
+    """What one role needs: workers, how many it keeps `busy` now, and the numbers behind them. `busy` is not rounded,
+    and neither what may come nor what was counts in it."""
+
+    size: int
+    busy: float
+    reason: str
+
+
+IDLE = Need(0, 0.0, "has nothing to do")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +218,8 @@ class Demand:
     """Requests per second, the uncached tokens of a prompt and its whole length, the tokens of an output, the share of
     requests whose first token was late and of those whose tokens were slow (None: too few since
     the workers changed). `variation` is the squared coefficient of variation of the prompts' lengths; `factor`
-    multiplies what runs now; `error` is the standard error of the load."""
+    multiplies what runs now; `error` is the standard error of the load; `generated_per_s` are the tokens of decode
+    workers."""
 
     requests_per_s: float
     uncached: float
@@ -215,6 +230,7 @@ class Demand:
     variation: float = 0.0
     factor: float = 1.0
     error: float = 0.0
+    generated_per_s: float = 0.0
 
 
 def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizing, Memory]:
@@ -230,24 +246,25 @@ def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizin
     if sample.waits_for == "decode":  # then it is not prefill that makes first tokens late
         late, slow = None, late if slow is None else max(slow, late or 0.0)
     states: list[RoleState] = []
-    reasons: list[str] = []
+    needs: list[Need] = []
     unmet: list[str] = []
     for role, name, size_for, share in (
         (PREFILL, "TTFT", _prefill, late),
         (DECODE, "TPOT", _decode, slow),
     ):
-        need, reason = size_for(policy, memory, demand)
-        lower = size_for(policy, memory, more)[0]
+        need, lower = size_for(policy, memory, demand), size_for(policy, memory, more).size
         state, in_vain = memory.of(role), False
-        if need <= state.size:
+        if need.size <= state.size:
             state, in_vain = _closed_loop(policy, memory, role, share)
         if in_vain:
             unmet.append(f"the limit of {name} is missed, and more {role} workers do not help")
-        states.append(_choose(policy, memory, role, state, 0 if idle else need, 0 if idle else lower))
-        reasons.append(reason)
+        states.append(_choose(policy, memory, role, state, 0 if idle else need.size, 0 if idle else lower))
+        needs.append(need)
     memory = _together(policy, replace(memory, prefill=states[0], decode=states[1]))
     size = Size(memory.prefill.size, memory.decode.size)
-    return Sizing(size, (reasons[0], reasons[1]), "; ".join(unmet)), memory
+    of_prefill, of_decode = needs
+    reasons, busy = (of_prefill.reason, of_decode.reason), (of_prefill.busy, of_decode.busy)
+    return Sizing(size, reasons, "; ".join(unmet), busy), memory
 
 
 def _unchanged(policy: Policy, memory: Memory, why: str) -> Sizing:
@@ -302,7 +319,7 @@ def _demand(policy: Policy, memory: Memory) -> Demand:
     first, last = window
     admitted, tokens = last.admitted - first.admitted, last.admitted_tokens - first.admitted_tokens
     prompt = tokens / admitted
-    computed, cached = _sum_of(first, last, "tokens"), _sum_of(first, last, "cached")
+    computed, cached = _sum_of(first, last, PREFILL, "tokens"), _sum_of(first, last, PREFILL, "cached")
     share = computed / (computed + cached) if computed + cached >= prompt > 0 else 1.0
     offered = _offered(first, last)
     rate = offered / max(last.at_s - first.at_s, policy.window_s)  # a burst of a second is no rate, but a backlog
@@ -317,7 +334,9 @@ def _demand(policy: Policy, memory: Memory) -> Demand:
 
     late, slow = share_of("late", "first_tokens"), share_of("slow", "ended")
     error = math.sqrt((1 + variation) / admitted)
-    return Demand(rate, prompt * share, prompt, now.output_tokens, late, slow, variation, error=error)
+    generated = _sum_of(first, last, DECODE, "tokens") / (last.at_s - first.at_s)
+    given = rate, prompt * share, prompt, now.output_tokens, late, slow, variation
+    return Demand(*given, error=error, generated_per_s=generated)
 
 
 def _offered(first: ClusterSample, last: ClusterSample) -> int:
@@ -340,10 +359,10 @@ def _within_chance(policy: Policy, memory: Memory, rate: float, variation: float
     return min(max(rate, recent * (1 - error)), recent * (1 + error)) if count >= MIN_REQUESTS else rate
 
 
-def _sum_of(first: ClusterSample, last: ClusterSample, name: str) -> int:
-    """Returns by how much a counter of the prefill workers rose; one that joined in between counts from its start."""
+def _sum_of(first: ClusterSample, last: ClusterSample, role: Role, name: str) -> int:
+    """Returns by how much a counter of the workers of a role rose; one that joined in between counts from its start."""
     before = {w.key: getattr(w, name) for w in first.workers}
-    return sum(getattr(w, name) - before.get(w.key, 0) for w in last.workers if w.role == PREFILL)
+    return sum(getattr(w, name) - before.get(w.key, 0) for w in last.workers if w.role == role)
 
 
 def _measured(policy: Policy, memory: Memory) -> Memory:
@@ -369,7 +388,7 @@ def _measured(policy: Policy, memory: Memory) -> Memory:
                 expected_s += prefill.base_s * count + (prefill.token_s + prefill.pair_s * pairs) * tokens
             else:
                 decode, context = policy.decode.decode, (old.kv_tokens + worker.kv_tokens) / 2
-                expected_s += decode.plain_s(0, context) * count + decode.row_s * tokens
+                expected_s += decode.plain_s(tokens / count, context) * count if count else 0.0
         if steps >= MIN_STEPS and measured_s > 0.0 and expected_s > 0.0:
             state = replace(memory.of(role), slowness=measured_s / expected_s)
             memory = memory.with_role(role, state)
@@ -383,11 +402,11 @@ def _prompt_s(policy: Policy, memory: Memory, demand: Demand) -> float:
     return memory.prefill.slowness * (policy.prefill.prompt_s(tokens) + varied_s)
 
 
-def _prefill(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
-    """Returns the fewest prefill workers, and the numbers behind it."""
+def _prefill(policy: Policy, memory: Memory, demand: Demand) -> Need:
+    """Returns the fewest prefill workers; busy are those that also compute what waits within its time."""
     now, kind = memory.samples[-1], policy.prefill
     if not demand.prompt:
-        return 0, "has nothing to do"
+        return IDLE
     prompt_s = _prompt_s(policy, memory, demand)
     budget_s = policy.slo.ttft_s - prompt_s - kind.front.request_s if policy.slo.ttft_s else math.inf
     load = demand.requests_per_s * prompt_s
@@ -408,7 +427,7 @@ def _prefill(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
         f"{demand.requests_per_s:.2f} requests/s of {demand.uncached:.0f} uncached tokens, {prompt_s * 1e3:.0f} ms each"
         f" = {load:.2f} workers; {backlog_s / max(ready, 1):.2f} s of backlog per worker"
     )
-    return size, why
+    return Need(size, load + waiting_s / max(budget_s, prompt_s), why)
 
 
 def workers_for_waits(
@@ -444,18 +463,19 @@ def rows_within(kind: Calibration, slo: Slo, prompt: float, output: float, slown
     rows = worker.blocks * kind.block_size / max(tokens, 1.0)
     if worker.max_running:
         rows = min(rows, worker.max_running)
-    row_s = costs.row_s + costs.context_s * (prompt + output / 2)
-    if slo.tpot_s and row_s > 0.0:
-        step_s = slo.tpot_s / slowness / (1 - costs.accepted) - costs.idle_s
-        rows = min(rows, (step_s - costs.base_s) / row_s)
-    return max(1, math.floor(rows))
+    number = max(1, math.floor(rows))
+    if not slo.tpot_s:
+        return number
+    context, step_s = prompt + output / 2, slo.tpot_s / slowness / (1 - costs.accepted) - costs.idle_s
+    return max(1, bisect_right(range(1, number + 1), step_s, key=lambda n: costs.plain_s(n, n * context)))
 
 
-def _decode(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
-    """Returns the fewest decode workers, and the numbers behind it."""
+def _decode(policy: Policy, memory: Memory, demand: Demand) -> Need:
+    """Returns the fewest decode workers; busy are those that generate as many tokens a second, or run as many
+    sequences, within the limit, and receive as many hand-overs."""
     now, kind, state = memory.samples[-1], policy.decode, memory.decode
     if not policy.limit.decode or not demand.prompt:
-        return 0, "has nothing to do"
+        return IDLE
     rows = rows_within(kind, policy.slo, demand.prompt, demand.output, state.slowness)
     costs, context = kind.decode, demand.prompt + demand.output / 2
     step_s = state.slowness * (costs.plain_s(rows, rows * context) + costs.idle_s) * (1 - costs.accepted)
@@ -473,12 +493,16 @@ def _decode(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
     held = held * demand.prompt + rate * output_s * demand.output / 2
     used = sum(worker.kv_tokens for worker in workers) + running * demand.output / 2
     kv = max(held, used * demand.factor) / max(pool, 1)
-    size = max(math.ceil((together + chance) / rows), math.ceil(kv), 1 if now.in_flight else 0)
+    link = policy.prefill.link
+    receives = rate * (link.accept_s + link.receive_s + link.receive_token_s * demand.prompt)
+    size = max(math.ceil((together + chance) / rows + receives), math.ceil(kv), 1 if now.in_flight else 0)
     why = (
         f"{together:.1f} sequences of {demand.output:.0f} tokens together, {rows} in a worker at"
-        f" {step_s * 1e3:.1f} ms a token; {kv:.2f} KV pools"
+        f" {step_s * 1e3:.1f} ms a token; {receives:.2f} workers for hand-overs; {kv:.2f} KV pools"
     )
-    return size, why
+    busy = max(demand.generated_per_s * step_s, running)
+    busy = max((busy + _quantile(policy.slo.share) * math.sqrt(busy)) / rows, used / max(pool, 1))
+    return Need(size, busy + receives, why)
 
 
 def _quantile(share: float) -> float:

@@ -89,7 +89,7 @@ class _Simulated:
                 for role in (PREFILL, DECODE):
                     self._act(role, getattr(decision.size, role) - getattr(self._size, role))
             self._size = decision.size
-        if self._flip_takes_s is not None and (flip := next_flip(sample, decision.size, self._total)) is not None:
+        if self._flip_takes_s is not None and (flip := next_flip(sample, decision.busy, self._total)) is not None:
             self.flips.append((now, flip))
             replay.flip(flip.worker, flip.role, FLIP_S[flip.role], self._flip_takes_s[flip.role])
         if replay.in_flight or now <= self.rows[-1].at_s:

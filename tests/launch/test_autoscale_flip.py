@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from baton.core.errors import StartupError
 from launch.autoscale import command
-from launch.autoscale.flip import Flip, next_flip, split
-from launch.autoscale.law import ClusterSample, WorkerSample
+from launch.autoscale.flip import Flip, lack, next_flip, split
+from launch.autoscale.law import ClusterSample, Sizing, WorkerSample
 from sim.scale.planner import Size
 
 
 @pytest.mark.parametrize(
-    ("total", "need", "expected"),
+    ("prefill", "decode", "busy", "expected"),
     [
-        (2, Size(9, 1), Size(1, 1)),
-        (4, Size(3, 1), Size(3, 1)),
-        (4, Size(1, 3), Size(1, 3)),
-        (4, Size(2, 2), Size(2, 2)),
-        (4, Size(0, 0), Size(2, 2)),
-        (4, Size(6, 6), Size(2, 2)),
-        (4, Size(9, 3), Size(3, 1)),
-        (10, Size(4, 12), Size(3, 7)),
-        (5, Size(1, 1), Size(2, 3)),
+        (1, 1, (9.0, 1.0), 1),
+        (2, 2, (2.6, 0.4), 3),
+        (3, 1, (0.4, 2.6), 1),
+        (2, 2, (1.9, 1.2), 2),
+        (3, 1, (0.0, 0.0), 3),
+        (3, 1, (0.9, 0.9), 3),
+        (2, 2, (6.0, 6.0), 2),
+        (2, 2, (9.0, 3.0), 3),
+        (5, 5, (4.0, 12.0), 3),
+        (3, 2, (2.9, 2.1), 3),
     ],
 )
-def test_the_role_that_lacks_more_gets_more(total: int, need: Size, expected: Size) -> None:
-    assert split(total, need) == expected
+def test_the_role_that_lacks_more_gets_more(
+    prefill: int, decode: int, busy: tuple[float, float], expected: int
+) -> None:
+    assert split(prefill, decode, busy) == expected
 
 
-def test_no_other_split_leaves_both_roles_with_less_need() -> None:
-    for total in range(2, 12):
-        for prefill in range(1, 14):
-            for decode in range(1, 14):
-                made = split(total, Size(prefill, decode))
-                assert made.prefill + made.decode == total and min(made.prefill, made.decode) >= 1
-                lacks = max(prefill / made.prefill, decode / made.decode)
-                assert all(lacks <= max(prefill / p, decode / (total - p)) for p in range(1, total))
+def test_no_other_split_leaves_both_roles_with_a_tenth_less_to_do() -> None:
+    source = random.Random(1)
+    for _ in range(2000):
+        total, busy = source.randrange(2, 12), (source.uniform(0, 14), source.uniform(0, 14))
+        prefill = source.randrange(1, total)
+        made = split(prefill, total - prefill, busy)
+        before, lacks = (lack(p, total - p, busy) for p in (prefill, made))
+        assert 1 <= made < total
+        if made != prefill:
+            assert before > 1.0 and lacks < 0.9 * before, "a flip for nothing"
+        elif before > 1.0:
+            assert all(0.9 * before <= lack(p, total - p, busy) for p in range(1, total))
 
 
 def cluster(prefill: int, *rows: int) -> ClusterSample:
@@ -48,16 +57,16 @@ def cluster(prefill: int, *rows: int) -> ClusterSample:
 
 
 def test_the_worker_with_the_fewest_sequences_changes() -> None:
-    assert next_flip(cluster(1, 4, 0, 2), Size(2, 1), 4) == Flip("d1", "prefill")
-    assert next_flip(cluster(3, 8), Size(1, 3), 4) == Flip("p2", "decode")
-    assert next_flip(cluster(2, 3, 3), Size(2, 2), 4) is None
+    assert next_flip(cluster(1, 4, 0, 2), (2.0, 1.0), 4) == Flip("d1", "prefill")
+    assert next_flip(cluster(3, 8), (1.0, 3.0), 4) == Flip("p2", "decode")
+    assert next_flip(cluster(2, 3, 3), (2.0, 2.0), 4) is None
 
 
 def test_one_worker_changes_at_a_time_and_the_last_of_a_role_never() -> None:
-    assert next_flip(cluster(3, 8), Size(1, 3), 5) is None, "one is not ready"
-    assert next_flip(cluster(1, 8), Size(9, 1), 2) is None
-    assert next_flip(cluster(0, 8, 8), Size(1, 1), 2) == Flip("d1", "prefill")
-    assert next_flip(cluster(1), Size(1, 9), 1) is None
+    assert next_flip(cluster(3, 8), (1.0, 3.0), 5) is None, "one is not ready"
+    assert next_flip(cluster(1, 8), (9.0, 1.0), 2) is None
+    assert next_flip(cluster(0, 8, 8), (1.0, 1.0), 2) == Flip("d1", "prefill")
+    assert next_flip(cluster(1), (1.0, 9.0), 1) is None
 
 
 def test_a_flip_that_is_refused_does_not_end_the_command(
@@ -70,7 +79,7 @@ def test_a_flip_that_is_refused_does_not_end_the_command(
         raise StartupError("no reply from a coordinator")
 
     class Looks:
-        sample, present = cluster(1, 4, 0, 2), 4
+        sample, present, decision = cluster(1, 4, 0, 2), 4, Sizing(Size(2, 1), ("", ""), busy=(2.0, 1.0))
 
         def __init__(self, *given: object) -> None:
             pass

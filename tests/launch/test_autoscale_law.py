@@ -469,6 +469,42 @@ def test_where_workers_start_sooner_a_burst_is_followed_sooner() -> None:
     assert sizes[0] < sizes[1] == steady.step(40).prefill
 
 
+def test_what_keeps_workers_busy_is_neither_rounded_nor_held() -> None:
+    f = Fluid(replace(POLICY, window_s=1.0), Size(3, 3))
+    f.rate = 30.0
+    before = f.step(40)
+    prefill, decode = f.decisions[-1].busy
+    assert prefill == pytest.approx(30.0 * PROMPT_S, rel=0.05) and prefill < before.prefill
+    rows = rows_within(KIND, POLICY.slo, PROMPT, OUTPUT, f.memory.decode.slowness)
+    step_s = f.memory.decode.slowness * KIND.decode.plain_s(rows, rows * (PROMPT + OUTPUT / 2))
+    assert 30.0 * OUTPUT * step_s < 60.0, "so many run, which counts"
+    together = 60.0
+    assert decode == pytest.approx((together + 1.645 * math.sqrt(together)) / rows, rel=0.05)
+    f.rate = 3.0
+    f.step(3)
+    assert f.sizes[-1] == before and f.decisions[-1].busy[0] < 0.25 * prefill, "of the last 30 requests"
+
+
+def test_what_waits_keeps_workers_busy_that_compute_it_in_time() -> None:
+    f = Fluid(Policy(Slo(5.0, 0.05, 0.95), KIND, KIND, Size(1, 1), Size(20, 20), window_s=1.0), Size(3, 3))
+    f.rate = 10.0
+    f.step(40)
+    none = f.decisions[-1].busy[0]
+    f.queued = round(10.0 / PROMPT_S)
+    f.step(1)
+    assert f.decisions[-1].busy[0] == pytest.approx(none + 10.0 / 5.0, rel=0.2)
+
+
+def test_hand_overs_keep_decode_workers_busy() -> None:
+    link, busy = replace(KIND.link, accept_s=0.02, receive_s=0.01, receive_token_s=1e-5), []
+    for kind in (KIND, replace(KIND, link=link)):
+        f = Fluid(replace(POLICY, prefill=kind, decode=kind), Size(3, 3))
+        f.rate = 10.0
+        f.step(40)
+        busy.append(f.decisions[-1].busy[1])
+    assert busy[1] - busy[0] == pytest.approx(10.0 * (0.03 + 1e-5 * PROMPT), rel=0.05)
+
+
 def test_decode_is_lowered_by_more_than_its_size_varies() -> None:
     """The largest size of ten minutes is by chance less than that of the next ten, as often as not."""
     source, f = random.Random(3), Fluid(replace(POLICY, down_s=600.0, limit=Size(200, 60)))
