@@ -1,6 +1,6 @@
 """Goodput of a fixed number of workers on a mix that turns: each fixed split of the roles, and the autoscaler's flips.
 
-    python -m benchmarks.flips --save costs.json                      measured and predicted: 14 minutes on two idle
+    python -m benchmarks.flips --save costs.json                      measured and predicted: 12 minutes on two idle
                                                                       cores, as root
     python -m benchmarks.flips --costs costs.json                     the same with costs measured before
     python -m benchmarks.flips --costs costs.json --predict           predicted only
@@ -9,6 +9,9 @@ Workers with QUOTA of a core each (built-in model, CPU, `--exact`) are calibrate
 cluster of them once for each split and once beside `baton autoscale --flip`. The simulator predicts this with these
 costs and its own flips. Without quotas the two cores would be the limit and not the workers: one prefill worker would
 have as much of them as three.
+
+The load follows the costs: in each phase one role keeps WORK of the workers busy, which three of four can do and two
+cannot, and the limits are what such workers can keep. So the gain is that of a mix that turns as far as this one.
 
 Goodput counts over the time of the phases. A run ends when the last request could have ended within its limits: what
 has not ended by then has missed them.
@@ -34,7 +37,7 @@ from baton.core.commands import Role
 from benchmarks import kit
 from benchmarks.quota import FLAGS, QUOTA, calibrated, filled, quotas, shape, target_of
 from launch.autoscale.flip import FLIP_WINDOW_S
-from launch.autoscale.law import Policy, rows_within
+from launch.autoscale.law import Policy
 from launch.autoscale.simulate import dry_run
 from launch.bench.client import ServerTarget, client_session, send
 from launch.bench.load import TOKEN_IDS, PlannedRequest, completion
@@ -48,58 +51,89 @@ from sim.scale.costs import Calibration
 from sim.scale.planner import Size
 from sim.scale.replay import Replay
 from sim.scale.workload import Lengths, poisson
-from sim.stats import Slo
+from sim.stats import Slo, percentile
 from sim.trace import TraceRow
 
 WORKERS, PHASES = 4, 2
-LONG, SHORT = (Lengths(600, 1200), Lengths(8, 16)), (Lengths(32, 64), Lengths(256, 384))
-MIX_SLO = Slo(5.0, 0.06)
-WORK = (2.5, 1.6)
-"""Workers of prefill that a phase of long prompts keeps busy, and of decode that one of long outputs does: more than
-2:2 has in the first phase, and in the second beside what the first has left to it; less than three."""
-DOWN_S = 10.0
+LONG, SHORT = (Lengths(600, 1200), Lengths(8, 16)), (Lengths(32, 64), Lengths(128, 192))
+WORK = 2.4
+"""Workers that a phase keeps busy with one role: 0.8 of three, so that costs may be a tenth too low; a fifth more than
+two can do."""
+PROMPTS, ROWS = 8, 32
+"""The limits: a prompt waits for as long as so many take, and a token takes as long as a step of so many sequences."""
 FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
 """From a worker's last sequence to its join in that role, in the simulator (flip.md)."""
 
 
+def mean(lengths: Lengths) -> float:
+    return (lengths.low + lengths.high) / 2
+
+
+def limits(kind: Calibration) -> Slo:
+    """Returns the limits of TTFT and TPOT, in whole milliseconds, that such workers can keep."""
+    step_s = kind.decode.plain_s(ROWS, ROWS * (mean(SHORT[0]) + mean(SHORT[1]) / 2)) + kind.decode.idle_s
+    return Slo(round(PROMPTS * kind.prompt_s(round(mean(LONG[0]))), 3), round(step_s, 3))
+
+
+def rates(kind: Calibration) -> tuple[float, float]:
+    """Returns how many requests per second of each phase keep WORK workers busy with its role: with prompts, or with
+    hand-overs and tokens, ROWS sequences at a time."""
+    prompt, output, link = mean(SHORT[0]), mean(SHORT[1]), kind.link
+    decode_s = limits(kind).tpot_s * output / ROWS + link.accept_s + link.receive_s + link.receive_token_s * prompt
+    return WORK / kind.prompt_s(round(mean(LONG[0]))), WORK / decode_s
+
+
 def turning_mix(kind: Calibration, phase_s: float, load: float) -> tuple[TraceRow, ...]:
-    """Long prompts with short outputs, then short prompts with long outputs, and again; each phase is work for so many
-    workers as WORK has, times `load`."""
-    prompt, output = (sum((lengths.low, lengths.high)) / 2 for lengths in (LONG[0], SHORT[1]))
-    short = sum((SHORT[0].low, SHORT[0].high)) / 2
-    rows = rows_within(kind, MIX_SLO, short, output, 1.0)
-    step_s = kind.decode.plain_s(rows, rows * (short + output / 2)) + kind.decode.idle_s
-    long_rate = WORK[0] / kind.prompt_s(round(prompt))
+    """Long prompts with short outputs, then short prompts with long outputs, and again; `load` multiplies the rates."""
     made: list[TraceRow] = []
     for number in range(PHASES):
-        lengths, rate = (SHORT, WORK[1] * rows / output / step_s) if number % 2 else (LONG, long_rate)
+        lengths, rate = (LONG, SHORT)[number % 2], rates(kind)[number % 2]
         phase = poisson(rate * load, phase_s, *lengths, seed=number)
         made += (replace(row, at_s=row.at_s + number * phase_s) for row in phase)
     return tuple(made)
 
 
+Times = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Of the requests of one phase: the share within the limits, and the median TTFT and TPOT in seconds of those that
+    have ended."""
+
+    share: float
+    ttft_s: float
+    tpot_s: float
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} ({self.ttft_s:.2f} s, {self.tpot_s * 1e3:.0f} ms)"
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run: requests per second within their limits, the share of them in each phase, flips, how much of their
-    quotas the workers used, and each request's tokens (None: it has not ended)."""
+    """One run: requests per second within their limits, its phases, flips, how much of their quotas the workers used,
+    and each request's tokens (None: it has not ended)."""
 
     goodput: float
-    phases: tuple[float, ...]
+    phases: tuple[Phase, ...]
     flips: int
     used: float = 0.0
     tokens: tuple[tuple[int, ...] | None, ...] = ()
 
 
-def counted(rows: Sequence[TraceRow], met: Sequence[bool], phase_s: float, flips: int) -> Measured:
+def counted(rows: Sequence[TraceRow], times: Sequence[Times], slo: Slo, phase_s: float, flips: int) -> Measured:
+    """`times`: TTFT and TPOT of each request; None where it has none."""
     phases = []
     for number in range(PHASES):
-        own = [ok for row, ok in zip(rows, met, strict=True) if number <= row.at_s / phase_s < number + 1]
-        phases.append(sum(own) / max(len(own), 1))
-    return Measured(sum(met) / (PHASES * phase_s), tuple(phases), flips)
+        own = [t for row, t in zip(rows, times, strict=True) if number <= row.at_s / phase_s < number + 1]
+        medians = [percentile(sorted(t[part] or 0.0 for t in own if t[0] is not None), 50) for part in (0, 1)]
+        phases.append(Phase(sum(slo.met(*t) for t in own) / max(len(own), 1), *medians))
+    return Measured(sum(slo.met(*t) for t in times) / (PHASES * phase_s), tuple(phases), flips)
 
 
 class RealCluster:
-    def __init__(self, running: kit.Cluster, phase_s: float, quota: float) -> None:
+    def __init__(self, running: kit.Cluster, slo: Slo, phase_s: float, quota: float) -> None:
+        self.slo = slo
         self.url, self.token = running.url, str(running.run_dir / "cluster.token")
         self.target = target_of(self.url)
         self.phase_s, self.quota = phase_s, quota
@@ -132,11 +166,11 @@ class RealCluster:
         target = replace(self.target, extra={**self.target.extra, "cache_salt": name})  # no KV of an earlier run
         pids = [pid for row in get_cluster(self.url).workers for pid in row["pids"]]  # one that flips now has none
         flips, cpu_s, began = self.flips(), sum(map(cpu_seconds, pids)), time.monotonic()
-        longest_s = MIX_SLO.ttft_s + MIX_SLO.tpot_s * SHORT[1].high
+        longest_s = self.slo.ttft_s + self.slo.tpot_s * SHORT[1].high
         records = asyncio.run(sent(target, jobs, PHASES * self.phase_s + longest_s))
         used = (sum(map(cpu_seconds, pids)) - cpu_s) / (time.monotonic() - began) / self.quota / WORKERS
-        met = [r is not None and r.error is None and MIX_SLO.met(r.ttft_s, r.tpot_s) for r in records]
-        made = counted(rows, met, self.phase_s, self.flips() - flips)
+        ended: list[Times] = [(None, None) if r is None or r.error else (r.ttft_s, r.tpot_s) for r in records]
+        made = counted(rows, ended, self.slo, self.phase_s, self.flips() - flips)
         while get_cluster(self.url).document["coordinator"]["requests"]:
             time.sleep(0.1)
         return replace(made, used=used, tokens=tuple(None if r is None or r.error else r.token_ids for r in records))
@@ -146,8 +180,8 @@ class RealCluster:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "calibration.json"
             file.write_text(json.dumps(calibration.as_json()))
-            options = ["--calibration", str(file), "--slo", str(MIX_SLO), "--down-s", f"{DOWN_S:g}"]
-            command = [*kit.BATON, "autoscale", self.url, *options, "--flip", "--cluster-token-file", self.token]
+            options = ["--calibration", str(file), "--slo", str(self.slo), "--flip", "--cluster-token-file", self.token]
+            command = [*kit.BATON, "autoscale", self.url, *options]
             process = subprocess.Popen(command, stdout=sys.stderr)
             try:
                 yield
@@ -178,15 +212,15 @@ async def sent(
 
 def simulated(kind: Calibration, rows: Sequence[TraceRow], phase_s: float) -> dict[str, Measured]:
     """By the split, and with flips: what the simulator predicts."""
-    made = dict[str, Measured]()
+    made, slo = dict[str, Measured](), limits(kind)
     for prefill in range(1, WORKERS):
         replay = Replay(shape(kind, prefill, WORKERS - prefill), rows)
-        replay.run(MIX_SLO)
-        met = [MIX_SLO.met(t.ttft_s, t.tpot_s) for t in replay.measured.times]
-        made[f"{prefill}:{WORKERS - prefill}"] = counted(rows, met, phase_s, 0)
-    policy = Policy(MIX_SLO, kind, kind, Size(1, 1), Size(16, 16), down_s=DOWN_S, window_s=FLIP_WINDOW_S)
+        replay.run(slo)
+        times = [(t.ttft_s, t.tpot_s) for t in replay.measured.times]
+        made[f"{prefill}:{WORKERS - prefill}"] = counted(rows, times, slo, phase_s, 0)
+    policy = Policy(slo, kind, kind, Size(1, 1), Size(16, 16), window_s=FLIP_WINDOW_S)
     dry = dry_run(policy, rows, shape(kind, WORKERS // 2, WORKERS - WORKERS // 2), FLIP_TAKES_S)
-    made["flips"] = counted(rows, [MIX_SLO.met(t.ttft_s, t.tpot_s) for t in dry.times], phase_s, len(dry.flips))
+    made["flips"] = counted(rows, [(t.ttft_s, t.tpot_s) for t in dry.times], slo, phase_s, len(dry.flips))
     return made
 
 
@@ -199,7 +233,7 @@ def measured(kind: Calibration, rows: Sequence[TraceRow], phase_s: float, quota:
     made = dict[str, Measured]()
     half = ("--prefill", str(WORKERS // 2), "--decode", str(WORKERS - WORKERS // 2))
     with filled(), kit.cluster(*FLAGS, *half) as running:
-        cluster = RealCluster(running, phase_s, quota)
+        cluster = RealCluster(running, limits(kind), phase_s, quota)
         for name in ("prefill-0", "prefill-1"):  # a first flip to decode measures steps: not within a quota
             cluster.flip(name, "decode")
             cluster.flip(name, "prefill")
@@ -217,15 +251,17 @@ def rows_of(runs: Mapping[str, Measured], note: str) -> str:
     """Returns a table of runs, and what flips gain."""
     cells = []
     for name, run in runs.items():
-        phases = ", ".join(f"{share:.0%}" for share in run.phases)
-        cells.append([name, f"{run.goodput:.2f}", phases, str(run.flips), f"{run.used:.0%}" if run.used else ""])
-    headings = (f"prefill:decode, {note}", "goodput/s", "within limits, by phase", "flips", "quotas used")
+        cells.append(
+            [name, f"{run.goodput:.2f}", *map(str, run.phases), str(run.flips), f"{run.used:.0%}" if run.used else ""]
+        )
+    phases = ["long prompts: within limits (TTFT, TPOT p50)", "long outputs"] * (PHASES // 2)
+    headings = (f"prefill:decode, {note}", "goodput/s", *phases, "flips", "quotas used")
     return f"{kit.table(headings, cells)}\n\nWith flips over the best fixed split, {note}: {gain(runs):.2f}x.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--phase-s", type=float, default=60.0, help=f"of each of {PHASES} phases")
+    parser.add_argument("--phase-s", type=float, default=50.0, help=f"of each of {PHASES} phases")
     parser.add_argument("--load", type=float, default=1.0, help="multiplies the rates")
     parser.add_argument("--quota", type=float, default=QUOTA, help="of a core, for each worker")
     parser.add_argument("--costs", type=Path, help="costs within the quota (--save), instead of measuring them now")
@@ -237,7 +273,9 @@ def main() -> None:
     if given.save:
         given.save.write_text(json.dumps(kind.as_json(), indent=1) + "\n")
     rows = turning_mix(kind, given.phase_s, given.load)
-    print(f"{len(rows)} requests in {PHASES} phases of {given.phase_s:g} s, limits {MIX_SLO}, {WORKERS} workers with")
+    print(
+        f"{len(rows)} requests in {PHASES} phases of {given.phase_s:g} s, limits {limits(kind)}, {WORKERS} workers with"
+    )
     print(
         f"{given.quota:g} of a core each.\n\n{rows_of(simulated(kind, rows, given.phase_s), 'simulated')}", flush=True
     )

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.flips import PHASES, counted
-from benchmarks.quota import shape, within
+from benchmarks.flips import LONG, PHASES, ROWS, SHORT, WORK, counted, limits, mean, rates, turning_mix
+from benchmarks.quota import corrected, expected_s, longer, shape
+from launch.bench.stats import RequestRecord
+from launch.capacity.loads import ClosedLoop, RoleCounters, Sample
+from sim.stats import Slo
 from sim.trace import TraceRow
 from tests.support.scale import CALIBRATION
 
@@ -16,13 +19,48 @@ KIND = replace(CALIBRATION, link=LINK, decode=replace(CALIBRATION.decode, accept
 
 
 def test_within_a_quota_processor_time_takes_longer_and_waits_do_not() -> None:
-    slow = within(KIND, 0.25)
+    slow = longer(KIND, 4, 4)
     assert slow.prompt_s(900) == pytest.approx(4 * KIND.prompt_s(900))
-    assert slow.decode.plain_s(8, 4000) == pytest.approx(4 * KIND.decode.plain_s(8, 4000))
+    assert slow.decode.plain_s(48, 4000) == pytest.approx(4 * KIND.decode.plain_s(48, 4000))
     assert slow.link.receive_s == 4 * LINK.receive_s and slow.link.accept_s == 4 * LINK.accept_s
     assert (slow.link.latency_s, slow.link.bytes_per_s) == (LINK.latency_s, LINK.bytes_per_s)
     assert (slow.decode.accepted, slow.decode.idle_s) == (0.5, 0.001)
     assert slow.front == KIND.front and slow.prefill_worker == KIND.prefill_worker
+
+
+def measured(load: ClosedLoop, seconds: float) -> Sample:
+    """A load of which each decode step had all rows."""
+    steps = load.output_len - 1
+    record = RequestRecord(0.0, (1.0, 1.0 + seconds))
+    decode = RoleCounters(steps, 0.0, 0, steps * load.requests)
+    return Sample(load, (record,) * load.requests, RoleCounters(), decode, 0.0, 0.0, seconds)
+
+
+def test_costs_within_a_quota_are_corrected_by_what_loads_took_there() -> None:
+    loads = [ClosedLoop("prefill", 8, 2, 900, 1), ClosedLoop("decode", 16, 16, 48, 160, shared=True)]
+    loads += [replace(loads[1], requests=rows, concurrency=rows) for rows in (4, 64)]
+    factors = [1.25, 1.5, 1.2, 1.8]
+    checked = [measured(load, 1.0) for load in loads]
+    checked = [measured(s.load, expected_s(KIND, s) * factor) for s, factor in zip(checked, factors, strict=True)]
+    made = corrected(KIND, checked)
+    assert made.prefill.prompt_s(900, 512) == pytest.approx(1.25 * KIND.prefill.prompt_s(900, 512))
+    assert made.decode.plain_s(48, 4000) == pytest.approx(1.5 * KIND.decode.plain_s(48, 4000)), "the median"
+    assert (made.link.send_s, made.link.receive_s) == pytest.approx((1.25 * LINK.send_s, 1.5 * LINK.receive_s))
+    left = made.residuals["decode within the quota, 1.500 times as long"]
+    assert left.largest == pytest.approx(0.25) and left.count == 3
+
+
+def test_each_phase_of_the_mix_keeps_as_many_workers_busy_with_one_role() -> None:
+    slo, (long_rate, short_rate) = limits(KIND), rates(KIND)
+    rows = turning_mix(KIND, 400.0, 1.0)
+    prompts_s = sum(KIND.prompt_s(row.input_len) for row in rows if row.at_s < 400.0)
+    assert prompts_s / 400.0 == pytest.approx(WORK, rel=0.1)
+    assert slo.ttft_s == pytest.approx(8 * KIND.prompt_s(round(mean(LONG[0]))), abs=0.001)
+    context = mean(SHORT[0]) + mean(SHORT[1]) / 2
+    assert slo.tpot_s == pytest.approx(KIND.decode.plain_s(ROWS, ROWS * context) + 0.001, abs=0.001)
+    receives_s = LINK.accept_s + LINK.receive_s + LINK.receive_token_s * mean(SHORT[0])
+    assert short_rate * (mean(SHORT[1]) * slo.tpot_s / ROWS + receives_s) == pytest.approx(WORK)
+    assert long_rate * 400.0 == pytest.approx(sum(row.at_s < 400.0 for row in rows), rel=0.1)
 
 
 def test_each_worker_has_a_core_and_the_coordinator_another_one() -> None:
@@ -32,6 +70,8 @@ def test_each_worker_has_a_core_and_the_coordinator_another_one() -> None:
 
 def test_requests_count_in_the_phase_in_which_they_are_due() -> None:
     rows = [TraceRow(at_s, 10, 10) for at_s in (0.0, 9.9, 10.0, 19.0, 19.5)]
-    made = counted(rows, [True, False, True, False, True], 10.0, 3)
-    assert PHASES == 2 and made.phases == (0.5, 2 / 3)
+    times = [(1.0, 0.01), (None, None), (0.5, None), (3.0, 0.01), (1.5, 0.02)]
+    made = counted(rows, times, Slo(2.0, 0.05), 10.0, 3)
+    assert PHASES == 2 and [phase.share for phase in made.phases] == [0.5, 2 / 3]
+    assert [phase.ttft_s for phase in made.phases] == [1.0, 1.5] and made.phases[1].tpot_s == 0.01
     assert made.goodput == 3 / 20.0 and made.flips == 3
