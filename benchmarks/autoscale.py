@@ -158,7 +158,7 @@ START_LIMIT_S = 180.0
 LARGEST = Size(3, 2)
 DOWN_S = 60.0
 EVERY_S = 1.0  # between two decisions of `baton up --autoscale`
-AROUND_S = 30.0
+AROUND_S = 20.0
 LONGEST = 768, 32  # tokens of a prompt and of an output
 TTFT_S = 7.0
 BUSY = 2.55
@@ -369,7 +369,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="measure a cluster of this machine")
     parser.add_argument("--costs", type=Path, help="--real: measured within the quota, instead of now")
     parser.add_argument(
-        "--span", type=float, nargs=3, default=(120.0, 180.0, 480.0), help="--real: burst, its end, end"
+        "--span", type=float, nargs=3, default=(120.0, 180.0, 420.0), help="--real: burst, its end, end"
     )
     parser.add_argument("--predict", action="store_true", help="--real: measure nothing but the costs")
     given = parser.parse_args()
