@@ -1,6 +1,8 @@
 // Linear layers of the levels with bf16 products, by AVX-512 and AMX; gemm_wide.cpp has those of the lower levels.
 #if BATON_LEVEL >= 2
 
+#include <type_traits>
+
 #include "gemm.h"
 
 #include "gemm_blocks.h"
@@ -14,6 +16,9 @@ constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all ro
 constexpr int64_t AHEAD = BATON_LEVEL == 2 ? 16384 : 8192;  // bytes by which weights are prefetched ahead
 constexpr int64_t MOST_ROWS = 12;       // of a product: their sums leave registers for two factors
 constexpr int64_t FEW_ROWS = MOST_ROWS;  // rows for which blocks are decoded in registers, once
+// Rows up to which weights are read front to back, as AMD's processors prefetch by themselves; with more, reading waits for
+// arithmetic, and what is prefetched by instructions arrives meanwhile.
+constexpr int IN_ORDER = BATON_LEVEL == 2 ? 4 : 0;
 
 thread_local Scratch unpacked;
 
@@ -26,8 +31,21 @@ void vector_rows(
   const char* from = reinterpret_cast<const char*>(x + row * ldx);
   const int64_t stride = ldx * sizeof(E);
   constexpr int64_t LINES = Tile::BYTES / TILE;  // bytes of a tile for each dword of k
+  const auto half = [&](const Tile& of, __m512* sums) {
+#pragma GCC unroll 1
+    for (int64_t d = 0; d < TILE; ++d) {
+      const __m512i a = of.dword(d);
+      for (int r = 0; r < ROWS; ++r) sums[r] = multiply_add<E>(sums[r], broadcast_dword(from + r * stride + 4 * d), a);
+    }
+  };
   for (int64_t tile = 0; tile < tiles; ++tile, weight += 2 * Tile::BYTES) {
     const Tile upper(weight), lower(weight + Tile::BYTES);
+    if constexpr (ROWS <= IN_ORDER && std::is_same_v<Tile, StoredTile<E>>) {
+      half(upper, left);
+      half(lower, right);
+      from += 4 * TILE;
+      continue;
+    }
     for (int64_t d = 0; d < TILE; ++d) {
       const __m512i a = upper.dword(d), b = lower.dword(d);
       prefetch(weight + AHEAD + d * LINES);
