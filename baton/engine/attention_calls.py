@@ -22,11 +22,11 @@ from baton.engine.attention import Reach
 MaskFunction = Callable[..., Tensor]
 """Of (batch indexes, head, query positions, key positions), broadcast: whether a query attends to a key."""
 
-# Arguments of attention that say nothing about its result, or that other parts of the call say, too.
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "cache_position", "dropout", "input_ids", "is_causal", "is_sliding", "layer_idx", "output_attentions",
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
+"""Arguments of attention that say nothing about its result, or that other parts of the call say, too."""
 _MASKED_QUERIES, _MASKED_POSITIONS = (
     24,
     160,
@@ -84,7 +84,7 @@ class Recorder:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
     ) -> Tensor:
         """A layer attends with query [1, H, T, D]; returns zeros [1, T, H, E]."""
-        unknown = sorted(n for n, v in options.items() if v is not None and n not in {*_WITHOUT_EFFECT, *_KNOWN})
+        unknown = sorted(n for n, v in options.items() if v is not None and n not in {*WITHOUT_EFFECT, *_KNOWN})
         if unknown or options.get("is_causal") is False:
             raise StartupError(f"asks attention for {', '.join(unknown) or 'is_causal=False'}")
         source, latent = self._source(module, key, value)

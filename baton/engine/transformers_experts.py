@@ -31,7 +31,8 @@ _PROBED_SCALES = (1.0, 30.0)  # of what a gate gets: with the second, limits sho
 
 
 class PackedExperts:
-    """The packed weights of a module of experts. `calls` counts experts that were computed."""
+    """The packed weights of a module of `count` experts of rows of `size` elements. `calls` counts experts that were
+    computed; `layers` are the packed weights of both products, for the kernels."""
 
     def __init__(self, module: Any, kernels: Kernels, arena: Arena, threads: int) -> None:
         self._is_transposed = module.is_transposed
@@ -44,6 +45,8 @@ class PackedExperts:
             ]
         self._up, self._down = (_Linears(each, kernels, threads) for each in self._weights.values())
         self._experts, self._threads = kernels.experts, threads
+        self.count, self.size = module.num_experts, self._down.shape[0]
+        self.layers = self._up.layers, self._down.layers
         self.has_silu_gate = _has_silu_gate(module, self._down.shape[1])
         self.calls, self.unpacked = 0, False
         self.placeholders: tuple[str, ...] = ()
@@ -73,8 +76,8 @@ class PackedExperts:
         index, weights = index.to(torch.int64).contiguous(), weights.float().contiguous()
         y = torch.empty((tokens, self._down.shape[0]), dtype=dtype)
         self.calls += self._experts(
-            dtype == torch.bfloat16, self._up.layers, self._down.layers, len(self._up.layers), index.data_ptr(),
-            weights.data_ptr(), chosen, x.data_ptr(), x.shape[1], tokens, y.data_ptr(), self._threads,
+            dtype == torch.bfloat16, *self.layers, self.count, index.data_ptr(), weights.data_ptr(), chosen,
+            x.data_ptr(), x.shape[1], tokens, y.data_ptr(), self._threads,
         )  # fmt: skip
         return y.to(hidden.dtype)
 

@@ -1,4 +1,5 @@
-"""Modules of a model of transformers that the compiled kernels compute: linear layers from packed weights, RMS norms.
+"""Modules of a model of transformers that the compiled kernels compute: linear layers from packed weights, RMS norms,
+and those of the modules that this one calls.
 
 A module is replaced only after it was shown to be one. A linear layer's weight may be read by its own product alone, in
 a pass that is observed, and the product of random inputs must equal torch's; a norm is whatever module computes RMS
@@ -7,7 +8,6 @@ normalisation, by any name, of inputs of several sizes. Everything else stays as
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,49 +21,28 @@ from torch.overrides import TorchFunctionMode
 
 from baton.core.errors import StartupError
 from baton.engine.kernels.native import Arena, Kernels
+from baton.engine.transformers_attention import KernelAttention, use_attention
 from baton.engine.transformers_experts import PackedExperts, are_experts, pack_experts, weight_names
 from baton.engine.transformers_fused import GatedMlp, KernelRotary, use_gated_mlps, use_rotary
+from baton.engine.transformers_mixtures import KernelMixture, KernelRouter, use_mixtures, use_routers
+from baton.engine.transformers_norms import KernelNorm, use_norms
 from baton.engine.transformers_packed import DTYPES, PackedWeight, linear, release
 
 _TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
 """Of a product, as a share of the largest one: the rounding of a result in bf16, twice."""
 _PROBED_ROWS = 3
-_PROBED_SIZES = (1.0, 1e-3, 30.0)  # of inputs of norms: with the second, eps shows
 _SHAPE = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}  # attributes that read no element
-
-
-class KernelNorm:
-    """The forward of a module that computes x / sqrt(mean(x^2) + eps) * weight, rounded once; `plain` returns to the
-    module's own."""
-
-    def __init__(
-        self, kernels: Kernels, weight: Tensor, eps: float, forward: Callable[..., Tensor], threads: int
-    ) -> None:
-        self._weight, self._eps, self._size = weight, eps, len(weight)
-        self._address, self._forward, self._threads = weight.data_ptr(), forward, threads
-        self._rms_norm = kernels.rms_norm
-        self.calls, self.plain = 0, False
-
-    def __call__(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        if self.plain or arguments or options or x.dtype not in DTYPES:
-            return self._forward(x, *arguments, **options)
-        self.calls += 1
-        x = x.contiguous()
-        y, rows = torch.empty_like(x), x.numel() // self._size
-        self._rms_norm(
-            x.dtype == torch.bfloat16, x.data_ptr(), self._address, rows, self._size, self._eps, y.data_ptr(),
-            self._threads,
-        )  # fmt: skip
-        return y
 
 
 class KernelModules:
     """The modules of a model that kernels compute."""
 
-    def __init__(self, model: Any, observe: Callable[[], object], kernels: Kernels, threads: int) -> None:
-        """Replaces modules; `observe` computes a pass that uses all modules as every step does."""
+    def __init__(
+        self, model: Any, observe: Callable[[], object], kernels: Kernels, threads: int, longest: int = 1
+    ) -> None:
+        """Replaces modules; `observe` computes a pass that uses all modules as every step does, `longest` is the most
+        positions of a sequence."""
         self.linears: list[PackedWeight] = []
-        self.norms: list[KernelNorm] = []
         self.experts: list[PackedExperts] = []
         arena, (linears, experts) = Arena(), _used_alone(model, observe)
         for module, is_shared in linears:
@@ -85,13 +64,12 @@ class KernelModules:
         for name, module in model.named_modules():
             if "baton_mxfp4" in module.__dict__ and "baton_packed" not in module.__dict__:
                 raise StartupError(f"{name}: its experts in MXFP4 are not computed as experts: use --kernels torch")
-        for module in model.modules():
-            if (parameters := rms_norm_of(module)) is not None:
-                norm = KernelNorm(kernels, *parameters, module.forward, threads)
-                module.forward = norm
-                self.norms.append(norm)
+        self.norms = use_norms(model, kernels, threads)
         self.mlps = use_gated_mlps(model, kernels, threads)
         self.rotary = use_rotary(model, kernels)
+        self.attentions = use_attention(model, kernels, threads, longest)
+        self.routers = use_routers(model, kernels, arena, threads)
+        self.mixtures = use_mixtures(model, kernels, threads)
 
     @property
     def calls(self) -> tuple[int, int]:
@@ -101,7 +79,8 @@ class KernelModules:
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Meanwhile torch computes all but products of packed weights."""
-        replaced: list[KernelNorm | GatedMlp | KernelRotary] = [*self.norms, *self.mlps, *self.rotary]
+        replaced: list[KernelNorm | GatedMlp | KernelRotary | KernelAttention | KernelRouter | KernelMixture]
+        replaced = [*self.norms, *self.mlps, *self.rotary, *self.attentions, *self.routers, *self.mixtures]
         for each in replaced:
             each.plain = True
         try:
@@ -184,29 +163,3 @@ def _same(packed: PackedWeight, module: Any) -> bool:
     error = (packed(x, biased=module.bias is not None).float() - expected).abs().max()
     packed.calls = 0
     return bool(error <= _TOLERANCE[packed.dtype] * expected.abs().max())
-
-
-def rms_norm_of(module: Any) -> tuple[Tensor, float] | None:
-    """Returns weight [n] in float32 and eps of a module that computes an RMS norm; None for any other."""
-    parameters = list(module.parameters())
-    if len(parameters) != 1 or parameters[0].ndim != 1 or any(True for _ in module.children()) or any(module.buffers()):
-        return None
-    if "forward" in module.__dict__:
-        return None
-    own, alone = parameters[0].data, copy.copy(module)
-    alone.__dict__["_parameters"] = {name: p.data.float() for name, p in module.named_parameters()}
-    generator = torch.Generator().manual_seed(0)
-    inputs = [size * (torch.randn((_PROBED_ROWS, len(own)), generator=generator) + 0.5) for size in _PROBED_SIZES]
-    try:
-        outputs = [alone(x) for x in inputs]
-        kept = module(inputs[0].to(own.dtype)).dtype
-    except Exception:  # of a module that takes other arguments, or computes something else
-        return None
-    if kept != own.dtype or any(y.shape != x.shape for x, y in zip(inputs, outputs, strict=True)):
-        return None
-    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
-        for weight in (own.float(), own.float() + 1.0):
-            expected = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight for x in inputs)
-            if all(torch.allclose(y, e, rtol=1e-5, atol=1e-6) for y, e in zip(outputs, expected, strict=True)):
-                return weight.contiguous(), eps
-    return None

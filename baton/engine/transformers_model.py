@@ -10,6 +10,7 @@ This module imports transformers, which takes seconds: only a worker that comput
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,6 +36,7 @@ from baton.engine.gguf_files import read_index
 from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool
 from baton.engine.parallel import TPGroup
+from baton.engine.transformers_attention import Place, may_store
 from baton.engine.transformers_exact import ExactProducts
 from baton.engine.transformers_experts import NAME as EXPERTS
 from baton.engine.transformers_files import reading_one_by_one
@@ -176,6 +178,22 @@ class _Step:
             return self._attend_latents(module, queries, (keys, values), prepared, call)[None]
         return self._attention.attend(queries, keys, values, prepared, scores).view(1, *queries.shape[:2], -1)
 
+    def take(self, kv_heads: int, size: int, dtype: torch.dtype) -> Place | None:
+        """Returns where the next layer stores its KV and attends, if it attends to just that, and as a kernel does: the
+        layer's calls of `update` and `attend` are then done. Else None."""
+        attention, call = self._attention, self._recorded.calls[self._calls]
+        if (call.source, call.kv_heads) != (self._updates, kv_heads) or call.reach is None or call.reach.chunk:
+            return None
+        if call.latent or call.sinks or call.softcap is not None or not isinstance(attention, NativeAttention):
+            return None
+        storage, group = self._kv.storage[call.source], self._groups[call.source]
+        if any(math.prod(each.shape[2:]) != kv_heads * size or not may_store(each, dtype) for each in storage):
+            return None
+        self._updates += 1
+        self._calls += 1
+        attention.calls += 1
+        return Place(storage, self._slots[group], self._prepared[group, call.reach], call.scale)
+
     def _attend_latents(
         self, module: Any, queries: Tensor, storage: tuple[Tensor, Tensor], prepared: Any, call: AttentionCall
     ) -> Tensor:
@@ -218,7 +236,7 @@ class TransformersModel:
         self.steps = 0  # computed over pages
         self.by_kernels: KernelModules | None = None
         if kernels is not None:
-            self.by_kernels = KernelModules(model, lambda: _observe(model, longest), kernels, threads)
+            self.by_kernels = KernelModules(model, lambda: _observe(model, longest), kernels, threads, longest)
         self._products: ExactProducts | None = None
         if exact and kernels is not None:
             self._products = ExactProducts(kernels, threads)

@@ -17,7 +17,8 @@ from baton.engine.kernels.build import processor_levels
 from baton.engine.kernels.native import Arena, AttentionShape, choose_kernels, load, pack_weight, unpack_weight
 from baton.engine.kv_error import median_error
 from baton.engine.transformers_experts import PackedExperts, are_experts
-from baton.engine.transformers_kernels import KernelModules, KernelNorm, rms_norm_of
+from baton.engine.transformers_kernels import KernelModules
+from baton.engine.transformers_norms import KernelNorm, rms_norm_of
 from baton.engine.transformers_packed import PackedWeight
 from tests.support.engine_driver import all_logits, float32_levels, random_tokens, tiny_runner
 from tests.support.transformers_models import make_transformers_checkpoint
@@ -26,16 +27,16 @@ KERNELS, _ = choose_kernels("auto", torch.device("cpu"))
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels on this machine")
 
 MODULES = {
-    "llama": (29, 9, 0, 4, 1),
-    "gemma2": (29, 17, 0, 0, 1),  # a norm multiplies by 1 + weight; another gate
-    "qwen3": (29, 17, 0, 4, 1),  # norms of heads
-    "gpt2": (1, 0, 0, 0, 0),  # its own convolutions, LayerNorm
-    "deepseek_v3": (29, 17, 3, 4, 1),  # not what expands latents, which attention reads
-    "mixtral": (17, 9, 4, 0, 1),
-    "gpt_oss": (17, 9, 4, 0, 0),  # weights transposed, with biases
+    "llama": (29, 9, 0, 4, 1, 4, 0, 0),
+    "gemma2": (29, 17, 0, 0, 1, 4, 0, 0),  # a norm multiplies by 1 + weight; another gate
+    "qwen3": (29, 17, 0, 4, 1, 4, 0, 0),  # norms of heads
+    "gpt2": (1, 0, 0, 0, 0, 0, 0, 0),  # its own convolutions, LayerNorm
+    "deepseek_v3": (29, 17, 3, 4, 1, 0, 0, 0),  # not what expands latents, which attention reads; a router of groups
+    "mixtral": (17, 9, 4, 0, 1, 4, 4, 4),
+    "gpt_oss": (17, 9, 4, 0, 0, 0, 4, 0),  # weights transposed, with biases
 }
-"""Linear layers, norms, modules of experts, gated MLPs and kinds of attention with rotary embedding in models of 4
-layers."""
+"""Linear layers, norms, modules of experts, gated MLPs, kinds of attention with rotary embedding, modules of
+attention at once, routers and whole mixtures in models of 4 layers."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -45,21 +46,23 @@ def test_a_step_uses_the_kernels_and_computes_what_torch_does(
 ) -> None:
     path, name = make_transformers_checkpoint(tmp_path / kind, kind, dtype), str(dtype).removeprefix("torch.")
     attended: list[NativeAttention] = []
-    attend = NativeAttention.attend
-    count = lambda attention, *call: attended.append(attention) or attend(attention, *call)  # type: ignore[func-returns-value]  # noqa: E731
+    prepare = NativeAttention.prepare
+    count = lambda attention, *call: attended.append(attention) or prepare(attention, *call)  # type: ignore[func-returns-value]  # noqa: E731
     runner = tiny_runner(path, dtype=name, model_impl="transformers", block_size=4)
-    monkeypatch.setattr(NativeAttention, "attend", count)
+    monkeypatch.setattr(NativeAttention, "prepare", count)
     modules: KernelModules = runner.adapters._model.by_kernels
     before, experts = modules.calls, [each.calls for each in modules.experts]
-    others = [each.calls for each in modules.mlps]
+    counted = [*modules.mlps, *(modules.mixtures or modules.routers)]
+    others = [each.calls for each in counted]
     tokens = random_tokens(24)
     logits = all_logits(runner, tokens, [9, 9, 6])
-    replaced = modules.linears, modules.norms, modules.experts, modules.mlps, modules.rotary
+    replaced = modules.linears, modules.norms, modules.experts, modules.mlps, modules.rotary, modules.attentions
+    replaced = *replaced, modules.routers, modules.mixtures
     assert tuple(map(len, replaced)) == MODULES[kind]
     steps = (modules.calls[0] - before[0]) / len(modules.linears)
     assert steps == 3
     assert modules.calls[1] - before[1] == steps * len(modules.norms)
-    assert [each.calls - computed for each, computed in zip(modules.mlps, others, strict=True)] == [3] * len(others)
+    assert [each.calls - computed for each, computed in zip(counted, others, strict=True)] == [3] * len(others)
     for each, computed in zip(modules.experts, experts, strict=True):
         assert 3 * 2 <= each.calls - computed <= 3 * 4  # of 4 experts those that tokens chose, 2 each
     if kind not in ("gemma2", "gpt_oss", "deepseek_v3"):  # softcap; sinks; latents

@@ -108,6 +108,20 @@ def heads_struct(x: Tensor) -> HeadsStruct:
     return HeadsStruct(x.data_ptr(), x.stride(2), x.stride(1), x.shape[1])
 
 
+class Routing(ctypes.Structure):
+    _fields_ = (("chosen", c_int64), ("over_all", c_int32), ("rounded", c_int32))
+
+
+class AttentionLayers(ctypes.Structure):
+    _fields_ = (
+        *((name, Linear) for name in ("q", "k", "v", "out")),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("q_eps", c_float),
+        ("k_eps", c_float),
+    )
+
+
 class AttentionShape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")),
@@ -132,6 +146,13 @@ _FUNCTIONS = {
         *(c_int, POINTER(Linear), POINTER(Linear), c_int64, c_void_p, c_void_p, c_int64),
         *(c_void_p, c_int64, c_int64, c_void_p, c_int),
     ),
+    "baton_route": (
+        *(c_int, POINTER(Linear), POINTER(Routing), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int),
+    ),
+    "baton_mixture": (
+        *(c_int, POINTER(Linear), POINTER(Routing), POINTER(Linear), POINTER(Linear)),
+        *(c_void_p, c_int64, c_int64, c_void_p, c_int),
+    ),
     "baton_rotate": (
         *(c_int, POINTER(HeadsStruct), POINTER(HeadsStruct), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     ),
@@ -144,9 +165,13 @@ _FUNCTIONS = {
         *(c_int, c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
     ),
+    "baton_attention_layer": (
+        *(c_int, c_int, POINTER(AttentionLayers), POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
+        *(c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int),
+    ),
     "baton_propose": (POINTER(ModelStruct), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
 }
-_RESULTS = {"baton_experts": c_int64}  # of the others none
+_RESULTS = {"baton_experts": c_int64, "baton_mixture": c_int64}  # of the others none
 
 
 class Kernels:

@@ -98,3 +98,13 @@ void parallel(int64_t units, int threads, Work work) {
 }
 
 }  // namespace baton
+
+// Makes a call of the C interface with the element type E.
+#define BATON_BY_TYPE(is_bf16, call) \
+  if (is_bf16) { \
+    using E = bf16; \
+    call; \
+  } else { \
+    using E = float; \
+    call; \
+  }

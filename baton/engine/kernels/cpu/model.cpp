@@ -36,6 +36,16 @@ void rms_norm(const E* from, const W* weight, int64_t size, float eps, E* to, in
   }
 }
 
+// The same for rows [rows, size], `y` likewise.
+template <class E>
+void rms_norms(const E* x, const float* weight, int64_t rows, int64_t size, float eps, E* y, int threads) {
+  constexpr int64_t CHUNK = 32;
+  parallel((rows + CHUNK - 1) / CHUNK, threads, [&](int64_t unit) {
+    for (int64_t row = unit * CHUNK; row < std::min(rows, (unit + 1) * CHUNK); ++row)
+      rms_norm(x + row * size, weight, size, eps, y + row * size, size);
+  });
+}
+
 // Rotates a head of `size` elements by the angles of a position, in "rotate half" order.
 template <class E>
 void rotate(const E* from, E* to, const float* cos, const float* sin, int64_t size) {
@@ -222,87 +232,6 @@ struct Computation {
   }
 };
 
-// to [rows, width] = silu(gate) * up, `size` elements of each row, then zeros; rows of gate and of up are `apart` elements
-// apart. `to` may be `gate`.
-template <class E>
-void activate(
-    const E* gate, const E* up, int64_t apart, int64_t size, int64_t rows, E* to, int64_t width, int threads) {
-  constexpr int64_t CHUNK = 32;  // rows of one thread
-  parallel((rows + CHUNK - 1) / CHUNK, threads, [&](int64_t unit) {
-    for (int64_t row = unit * CHUNK; row < std::min(rows, (unit + 1) * CHUNK); ++row)
-      for (int64_t i = 0; i < width; i += 16) {
-        const Mask lanes = first_lanes(size - i);
-        const Floats x = silu<E>(load(gate + row * apart + i, lanes)) * load(up + row * apart + i, lanes);
-        store(to + row * width + i, x, first_lanes(width - i));
-      }
-  });
-}
-
-constexpr int64_t TOGETHER = 256;  // rows of MLPs whose results are in memory at once
-
-// y [rows, down.n] = down(silu(gate(x)) * up(x)), for x [rows, ldx] as in linear().
-template <class E>
-void gated(
-    const Linear& gate, const Linear& up, const Linear& down, const E* x, int64_t ldx, int64_t rows, E* y, int threads) {
-  const int64_t width = padded_dwords<E>(gate.n) * PER_DWORD<E>, most = std::min(rows, TOGETHER);
-  E* active = reinterpret_cast<E*>(step_memory.get(2 * most * width * sizeof(E)));
-  E* raised = active + most * width;
-  for (int64_t first = 0; first < rows; first += TOGETHER) {
-    const int64_t count = std::min(rows - first, TOGETHER);
-    linear<E>(gate, x + first * ldx, ldx, count, active, width, Into::STORE, threads);
-    linear<E>(up, x + first * ldx, ldx, count, raised, width, Into::STORE, threads);
-    activate(active, raised, width, gate.n, count, active, width, threads);
-    linear<E>(down, active, width, count, y + first * down.n, down.n, Into::STORE, threads);
-  }
-}
-
-// y [tokens, n] = the sum over a token's experts, in their order, of its weight for one times down(silu(gate) * up),
-// where the first half of an expert's gate_up is the gate. index and weights [tokens, chosen]: `chosen` different experts
-// of each token; those from `count` on are of other ranks. Returns how many experts were computed.
-template <class E>
-int64_t experts(
-    const Linear* gate_up, const Linear* down, int64_t count, const int64_t* index, const float* weights, int64_t chosen,
-    const E* x, int64_t ldx, int64_t tokens, E* y, int threads) {
-  static thread_local std::vector<int64_t> ends, order;  // choices by expert
-  ends.assign(count + 1, 0);
-  for (int64_t i = 0; i < tokens * chosen; ++i)
-    if (index[i] < count) ++ends[index[i] + 1];
-  for (int64_t e = 0; e < count; ++e) ends[e + 1] += ends[e];
-  order.resize(ends[count]);
-  for (int64_t i = 0; i < tokens * chosen; ++i)
-    if (index[i] < count) order[ends[index[i]]++] = i;
-
-  const int64_t inner = down->k, n = down->n, width = padded_dwords<E>(inner) * PER_DWORD<E>;
-  const int64_t most = std::min(int64_t(order.size()), TOGETHER), results_width = round_up(n, 16);
-  const int64_t of_sums = tokens * results_width * sizeof(float);
-  float* sums = reinterpret_cast<float*>(
-      step_memory.get(of_sums + most * (ldx + 2 * round_up(inner, 16) + width + results_width) * sizeof(E)));
-  E* rows = reinterpret_cast<E*>(sums + tokens * results_width);
-  E *active = rows + most * ldx, *results = active + most * width, *both = results + most * results_width;
-  std::memset(sums, 0, of_sums);
-  int64_t computed = 0;
-  for (int64_t e = 0, first = 0; e < count; first = ends[e++]) {
-    computed += ends[e] > first;
-    for (int64_t at = first; at < ends[e]; at += TOGETHER) {
-      const int64_t number = std::min(ends[e] - at, TOGETHER);
-      const int64_t* choices = order.data() + at;
-      for (int64_t r = 0; r < number; ++r) std::memcpy(rows + r * ldx, x + choices[r] / chosen * ldx, ldx * sizeof(E));
-      linear<E>(gate_up[e], rows, ldx, number, both, 2 * inner, Into::STORE, threads);
-      activate(both, both + inner, 2 * inner, inner, number, active, width, threads);
-      linear<E>(down[e], active, width, number, results, results_width, Into::STORE, threads);
-      for (int64_t r = 0; r < number; ++r) {
-        float* sum = sums + choices[r] / chosen * results_width;
-        const Floats weight = floats(weights[choices[r]]);
-        for (int64_t i = 0; i < n; i += 16)
-          store(sum + i, add(load(sum + i), multiply(load(results + r * results_width + i, first_lanes(n - i)), weight)));
-      }
-    }
-  }
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t i = 0; i < n; i += 16) store(y + t * n + i, load(sums + t * results_width + i), first_lanes(n - i));
-  return computed;
-}
-
 // to [tokens, heads, size] = heads * cos + (-upper half, lower half) * sin, for cos and sin [tokens, size].
 template <class E>
 void rotate_all(const Heads& heads, const void* cosines, const void* sines, int64_t tokens, int64_t size, void* rotated) {
@@ -335,6 +264,32 @@ void store_all(const Heads& heads, const int64_t* slots, int64_t tokens, int64_t
     }
 }
 
+// y [tokens, out.n] = out(attention(rotated q(x), pool)), after keys and values of the first `stored` tokens are in their
+// slots; x [tokens, ldx] as in linear(), cos and sin as in rotate_all.
+template <class E>
+void attention_layer(
+    const AttentionLayers& layers, const AttentionShape& shape, const Row* rows, int64_t num_rows, const E* x, int64_t ldx,
+    int64_t tokens, const void* cos, const void* sin, const int64_t* slots, int64_t stored, void* keys, void* values,
+    bool is_fp8, E* y, int threads) {
+  const int64_t size = shape.head_dim, width = shape.heads * size, kv_width = shape.kv_heads * size;
+  const int64_t padded = padded_dwords<E>(width) * PER_DWORD<E>;
+  E* q = reinterpret_cast<E*>(step_memory.get((width + 2 * kv_width + padded) * tokens * sizeof(E)));
+  E *k = q + width * tokens, *v = k + kv_width * tokens, *attended = v + kv_width * tokens;
+  linear<E>(layers.q, x, ldx, tokens, q, width, Into::STORE, threads);
+  linear<E>(layers.k, x, ldx, tokens, k, kv_width, Into::STORE, threads);
+  linear<E>(layers.v, x, ldx, tokens, v, kv_width, Into::STORE, threads);
+  if (layers.q_norm) rms_norms(q, layers.q_norm, tokens * shape.heads, size, layers.q_eps, q, threads);
+  if (layers.k_norm) rms_norms(k, layers.k_norm, tokens * shape.kv_heads, size, layers.k_eps, k, threads);
+  rotate_all<E>(Heads{q, width, size, shape.heads}, cos, sin, tokens, size, q);
+  rotate_all<E>(Heads{k, kv_width, size, shape.kv_heads}, cos, sin, tokens, size, k);
+  store_all<E>(Heads{k, kv_width, size, shape.kv_heads}, slots, stored, size, keys, is_fp8);
+  store_all<E>(Heads{v, kv_width, size, shape.kv_heads}, slots, stored, size, values, is_fp8);
+  if (padded != width)
+    for (int64_t t = 0; t < tokens; ++t) std::memset(attended + t * padded + width, 0, (padded - width) * sizeof(E));
+  attend<E>(shape, rows, num_rows, q, width, Pool{keys, values, is_fp8}, attended, padded, threads);
+  linear<E>(layers.out, attended, padded, tokens, y, layers.out.n, Into::STORE, threads);
+}
+
 template <class E>
 void forward(const Model& model, const Step& step, int64_t first, int64_t last) {
   const Borrowing borrowing;
@@ -351,15 +306,6 @@ void forward(const Model& model, const Step& step, int64_t first, int64_t last) 
 }  // namespace baton
 
 using namespace baton;
-
-#define BATON_BY_TYPE(is_bf16, call) \
-  if (is_bf16) { \
-    using E = bf16; \
-    call; \
-  } else { \
-    using E = float; \
-    call; \
-  }
 
 extern "C" {
 
@@ -442,29 +388,8 @@ void baton_fp8(int is_bf16, const void* numbers, int64_t count, void* codes, voi
 // x and y [rows, size]; `weight` is float32 for both types of x.
 void baton_rms_norm(
     int is_bf16, const void* x, const float* weight, int64_t rows, int64_t size, float eps, void* y, int threads) {
-  constexpr int64_t CHUNK = 32;
-  BATON_BY_TYPE(is_bf16, parallel((rows + CHUNK - 1) / CHUNK, threads, [&](int64_t unit) {
-    for (int64_t row = unit * CHUNK; row < std::min(rows, (unit + 1) * CHUNK); ++row)
-      rms_norm(static_cast<const E*>(x) + row * size, weight, size, eps, static_cast<E*>(y) + row * size, size);
-  }));
-}
-
-void baton_gated(
-    int is_bf16, const Linear* gate, const Linear* up, const Linear* down, const void* x, int64_t width, int64_t rows,
-    void* y, int threads) {
-  const Borrowing borrowing;
   BATON_BY_TYPE(
-      is_bf16, gated<E>(*gate, *up, *down, static_cast<const E*>(x), width, rows, static_cast<E*>(y), threads));
-}
-
-int64_t baton_experts(
-    int is_bf16, const Linear* gate_up, const Linear* down, int64_t count, const int64_t* index, const float* weights,
-    int64_t chosen, const void* x, int64_t width, int64_t tokens, void* y, int threads) {
-  const Borrowing borrowing;
-  BATON_BY_TYPE(
-      is_bf16, return experts<E>(
-                   gate_up, down, count, index, weights, chosen, static_cast<const E*>(x), width, tokens,
-                   static_cast<E*>(y), threads));
+      is_bf16, rms_norms(static_cast<const E*>(x), weight, rows, size, eps, static_cast<E*>(y), threads));
 }
 
 // Queries and keys of the same tokens.
@@ -483,24 +408,22 @@ void baton_store(
   BATON_BY_TYPE(is_bf16, store_all<E>(*values, slots, tokens, value_size, value_pool, is_fp8));
 }
 
+void baton_attention_layer(
+    int is_bf16, int is_fp8, const AttentionLayers* layers, const AttentionShape* shape, const Row* rows, int64_t num_rows,
+    const void* x, int64_t width, int64_t tokens, const void* cos, const void* sin, const int64_t* slots, int64_t stored,
+    void* keys, void* values, void* y, int threads) {
+  const Borrowing borrowing;
+  BATON_BY_TYPE(
+      is_bf16, attention_layer<E>(
+                   *layers, *shape, rows, num_rows, static_cast<const E*>(x), width, tokens, cos, sin, slots, stored,
+                   keys, values, is_fp8 != 0, static_cast<E*>(y), threads));
+}
+
 void baton_linear(
     int is_bf16, const Linear* layer, const void* x, int64_t width, int64_t rows, void* y, int64_t y_width, int into,
     int threads) {
   const Borrowing borrowing;
   BATON_BY_TYPE(is_bf16, linear<E>(*layer, static_cast<const E*>(x), width, rows, y, y_width, Into(into), threads));
-}
-
-// Products of one of several layers of the same sizes each, from packed rows of x: `runs` are pairs of a layer and a
-// number of rows. A run is read once; the threads share the units of each.
-void baton_linears(
-    int is_bf16, const Linear* layers, const int64_t* runs, int64_t num_runs, const void* x, int64_t width, void* y,
-    int64_t y_width, int threads) {
-  const Borrowing borrowing;
-  BATON_BY_TYPE(is_bf16, for (int64_t run = 0, row = 0; run < num_runs; row += runs[2 * run + 1], ++run) {
-    const E* from = static_cast<const E*>(x) + row * width;
-    E* to = static_cast<E*>(y) + row * y_width;
-    linear<E>(layers[runs[2 * run]], from, width, runs[2 * run + 1], to, y_width, Into::STORE, threads);
-  });
 }
 
 }  // extern "C"

@@ -35,6 +35,13 @@ struct Heads {
   int64_t token, head, count;
 };
 
+// The layers of a module of attention that transformers implements; norms of heads are float32, or null.
+struct AttentionLayers {
+  Linear q, k, v, out;
+  const float *q_norm, *k_norm;
+  float q_eps, k_eps;
+};
+
 // T packed tokens in rows; x [T, hidden] is the residual stream. Logits [num_sampled, head.n] are computed at the packed
 // indexes `sampled`. `adapters` are those of the rows that have one.
 struct Step {
