@@ -45,7 +45,7 @@ class KernelModules:
         self.linears: list[PackedWeight] = []
         self.experts: list[PackedExperts] = []
         arena, (linears, experts) = Arena(), _used_alone(model, observe)
-        for module, is_shared in linears:
+        for module, embeddings in linears:
             weight = module.weight
             packed = PackedWeight(kernels, arena, weight.data, module.bias, threads)
             if not _same(packed, module):
@@ -53,7 +53,9 @@ class KernelModules:
             module.baton_packed = packed
             if "forward" not in module.__dict__:  # else it exchanges results with other ranks, of `product`
                 module.forward = MethodType(linear, module)
-            if not is_shared:
+            if embeddings is not None:
+                for each in embeddings:
+                    each.forward = packed.rows
                 release(weight)
                 packed.placeholders = ("weight",)
             self.linears.append(packed)
@@ -116,10 +118,13 @@ class _Observed:
         return torch.zeros_like(hidden)
 
 
-def _used_alone(model: Any, observe: Callable[[], object]) -> tuple[list[tuple[Any, bool]], list[Any]]:
-    """Returns the linear layers and experts whose weights serve their own products alone; with each linear layer,
-    whether another module, such as the embedding, has the same parameter, which may then be read in other ways."""
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+def _used_alone(model: Any, observe: Callable[[], object]) -> tuple[list[tuple[Any, list[Any] | None]], list[Any]]:
+    """Returns the linear layers and experts whose weights serve their own products alone; with each linear layer the
+    embeddings that have the same parameter, or None if it may be read in other ways, too."""
+    owners: dict[int, list[Any]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
     of_latents = {id(m.kv_b_proj) for m in model.modules() if hasattr(m, "expand_kv") and hasattr(m, "kv_b_proj")}
     linears = [
         module
@@ -131,8 +136,11 @@ def _used_alone(model: Any, observe: Callable[[], object]) -> tuple[list[tuple[A
         for module in model.modules()
         if are_experts(module)
     ]
+    embeddings = [module for module in model.modules() if _looks_up(module)]
     calls = Counter[int]()
-    handles = [m.register_forward_pre_hook(lambda module, _: calls.update((id(module),))) for m in linears]
+    handles = [
+        m.register_forward_pre_hook(lambda module, _: calls.update((id(module),))) for m in (*linears, *embeddings)
+    ]
     uses = _Uses({id(module.weight) for module in linears} | {id(each) for _, weights in experts for each in weights})
     for module, _ in experts:
         module.baton_packed = _Observed()
@@ -143,18 +151,27 @@ def _used_alone(model: Any, observe: Callable[[], object]) -> tuple[list[tuple[A
         for handle in handles:
             handle.remove()
         observed = {id(module): module.__dict__.pop("baton_packed").calls for module, _ in experts}
-    alone = []
+    alone: list[tuple[Any, list[Any] | None]] = []
     for module in linears:
         weight = id(module.weight)
-        is_shared = owners[weight] > 1
-        if calls[id(module)] == uses.products[weight] > 0 and (is_shared or not uses.reads[weight]):
-            alone.append((module, is_shared))
+        peers = [owner for owner in owners[weight] if owner is not module]
+        if not calls[id(module)] == uses.products[weight] > 0:
+            continue
+        if uses.reads[weight] == sum(calls[id(owner)] for owner in peers) and all(map(_looks_up, peers)):
+            alone.append((module, peers))
+        elif peers:
+            alone.append((module, None))
     return alone, [
         module
         for module, weights in experts
         if observed[id(module)]
-        and not any(uses.reads[id(each)] or uses.products[id(each)] or owners[id(each)] > 1 for each in weights)
+        and not any(uses.reads[id(each)] or uses.products[id(each)] or len(owners[id(each)]) > 1 for each in weights)
     ]
+
+
+def _looks_up(module: Any) -> bool:
+    """Whether a module returns rows of its weight, and does nothing else."""
+    return type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__ and module.max_norm is None
 
 
 def _same(packed: PackedWeight, module: Any) -> bool:

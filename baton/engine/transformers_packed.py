@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.native import GROUP, Arena, Kernels, Linear, pack_weight, padded, unpack_weight
+from baton.engine.kernels.native import GROUP, Arena, Kernels, Linear, pack_weight, padded, unpack_rows, unpack_weight
 from baton.engine.transformers_mxfp4 import Mxfp4Matrix
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -67,6 +67,11 @@ class PackedWeight:
         if self._in_file is not None:
             return self._in_file.dequantized().to(self.dtype)
         return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Returns rows [..., k] of the weight, unpacked, for an index [...] of outputs."""
+        rows = unpack_rows(self._kernels, self._kept[0], index.reshape(-1), self._n, self._k, self.dtype)
+        return rows.view(*index.shape, self._k)
 
     def pieces(self) -> Iterator[Tensor]:
         """Yields the weight unpacked, some rows at a time: a large one is not to be there twice."""

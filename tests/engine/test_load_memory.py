@@ -96,17 +96,20 @@ def test_the_peak_is_the_part_and_a_remainder(models: dict[str, Path], kind: str
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("stored", "size"),
+    ("stored", "size", "tied"),
     [
-        ("bfloat16", 1),
-        ("float32", 2),
-        *(pytest.param(*more, marks=pytest.mark.long) for more in (("bfloat16", 2), ("float32", 1))),
+        ("bfloat16", 1, True),
+        ("float32", 2, False),
+        *(pytest.param(*more, False, marks=pytest.mark.long) for more in (("bfloat16", 2), ("float32", 1))),
     ],
 )
-def test_a_model_of_transformers_is_there_once(stored: str, size: int, tmp_path: Path) -> None:
-    """Not mapped or converted beside its packed weights, and not whole in float32 while it is checked."""
+def test_a_model_of_transformers_is_there_once(stored: str, size: int, tied: bool, tmp_path: Path) -> None:
+    """Not mapped or converted beside its packed weights, and not whole in float32 while it is checked; a tied head
+    packed, not as an embedding, too."""
     tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
-    large = make_checkpoint(tmp_path / "large", "llama", dtype=stored, head_dim=64, vocab_size=32_768, **SHAPE)
+    large = make_checkpoint(
+        tmp_path / "large", "llama", dtype=stored, head_dim=64, vocab_size=32_768, tied=tied, **SHAPE
+    )
     store = EdgeStore("127.0.0.1")
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     command = [sys.executable, "-c", BY_TRANSFORMERS, str(tiny), str(large)]
@@ -118,7 +121,7 @@ def test_a_model_of_transformers_is_there_once(stored: str, size: int, tmp_path:
         for rank in ranks:
             shown, _ = rank.communicate(timeout=300)
             peak, part = json.loads(shown)
-            assert part > (200 << 20) // size
+            assert part > (150 << 20 if tied else 200 << 20) // size
             assert peak < 1.15 * part + PIECE + IN_FLOAT32, (peak / part, part)
     finally:
         for rank in ranks:

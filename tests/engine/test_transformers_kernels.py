@@ -150,12 +150,13 @@ def test_a_norm_that_changes_the_dtype_stays() -> None:
 
 
 class _Reader(nn.Module):
-    """`used` is an ordinary linear layer; the weights of the others are read in other ways, too, or never used."""
+    """`used` is an ordinary linear layer, `head` is tied; the weights of the others are read in other ways, too, or
+    never used."""
 
-    def __init__(self) -> None:
+    def __init__(self, look_up: type[nn.Embedding] = nn.Embedding) -> None:
         super().__init__()
         self.used, self.read, self.passed, self.idle, self.twice = (nn.Linear(32, 32) for _ in range(5))
-        self.embedding, self.head = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
+        self.embedding, self.head = look_up(40, 32), nn.Linear(32, 40, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -177,7 +178,42 @@ def test_a_weight_that_anything_else_reads_stays() -> None:
     assert [each.calls for each in modules.linears] == [1, 1]
     assert model.used.weight.untyped_storage().nbytes() == 4  # a single NaN
     assert model.used.weight.isnan().all()
+    assert model.embedding.weight is model.head.weight
+    assert model.head.weight.isnan().all()
+
+
+class _Scaled(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 4.0 * super().forward(tokens)
+
+
+class _Summed(_Reader):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.embedding.weight.sum()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [_Reader(_Scaled), _Summed()], ids=["scaled", "summed"])
+def test_a_tied_weight_that_is_not_only_looked_up_stays(model: _Reader) -> None:
+    assert KERNELS is not None
+    tokens = torch.arange(5)
+    expected = model(tokens)
+    KernelModules(model, lambda: model(tokens), KERNELS, 1)
+    assert "baton_packed" in model.head.__dict__
+    assert torch.allclose(model(tokens), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     assert torch.isfinite(model.embedding.weight).all()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (40, 24), (333, 100)], ids=str)
+@pytest.mark.parametrize("level", processor_levels())
+def test_rows_are_unpacked_bit_for_bit(size: tuple[int, int], level: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(size).to(dtype)
+        packed = PackedWeight(load(level), Arena(), weight, None, 1)
+        index = torch.randint(size[0], (2, 50))
+        index[0, 0], index[1, 0] = 0, size[0] - 1
+        assert torch.equal(packed.rows(index), weight[index])
+        assert torch.equal(packed.rows(index[:1, :1]), weight[index[:1, :1]])
 
 
 def test_a_product_that_differs_from_torch_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,15 +334,27 @@ def pack_weight(
 
 def unpack_weight(kernels: Kernels, packed: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """Returns the weight [n, k] that `pack_weight` packed, not quantised."""
+    of_outputs, _ = _by_output(kernels, packed, n, dtype)
+    return of_outputs.reshape(-(-n // GROUP) * GROUP, -1).view(dtype)[:n, :k].contiguous()
+
+
+def unpack_rows(kernels: Kernels, packed: Tensor, rows: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Returns rows [T], each below n, of the weight [n, k] that `pack_weight` packed, not quantised: [T, k]."""
+    of_outputs, dims = _by_output(kernels, packed, n, dtype)
+    unpacked = of_outputs[torch.unravel_index(rows, of_outputs.shape[:dims])]
+    return unpacked.reshape(len(rows), -1).view(dtype)[:, :k]
+
+
+def _by_output(kernels: Kernels, packed: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Returns packed weights as a view of which the first dimensions, whose number is the second result, are the output
+    and the others k."""
     groups = -(-n // GROUP)
     if LEVELS.index(kernels.level) >= LEVELS.index("avx512_bf16"):  # gemm.cpp: group, tile, half, dword of k, output
-        rows = packed.view(torch.int32).view(groups, -1, 2, 16, 16).permute(0, 2, 4, 1, 3)
-    elif dtype == torch.float32:  # gemm_wide.cpp: group, k, output
-        rows = packed.view(dtype).view(groups, -1, GROUP).permute(0, 2, 1)
-    else:  # outputs of two registers by turns
-        lanes = 8 if kernels.level == "avx2" else 16
-        rows = packed.view(dtype).view(groups, -1, GROUP // (2 * lanes), lanes, 2).permute(0, 2, 4, 3, 1)
-    return rows.reshape(groups * GROUP, -1).view(dtype)[:n, :k].contiguous()
+        return packed.view(torch.int32).view(groups, -1, 2, 16, 16).permute(0, 2, 4, 1, 3), 3
+    if dtype == torch.float32:  # gemm_wide.cpp: group, k, output
+        return packed.view(dtype).view(groups, -1, GROUP).permute(0, 2, 1), 2
+    lanes = 8 if kernels.level == "avx2" else 16  # outputs of two registers by turns
+    return packed.view(dtype).view(groups, -1, GROUP // (2 * lanes), lanes, 2).permute(0, 2, 4, 3, 1), 4
 
 
 def pack_blocks(kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | None) -> tuple[Linear, list[Tensor]]:
