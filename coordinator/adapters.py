@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -10,15 +11,25 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError, deserialize
 
-from baton.core.adapter_config import WEIGHTS_FILE, adaptable, adapted_modules, adapter_digest, check_tensors
+from baton.core.adapter_config import (
+    WEIGHTS_FILE,
+    adaptable,
+    adapted_modules,
+    adapter_digest,
+    adapter_tensors,
+    check_tensors,
+)
 from baton.core.commands import AdapterSource
 from baton.core.errors import InvalidRequest, StartupError, Unavailable
 from baton.core.model_config import AnyConfig
-from baton.runtime.adapters import read_adapter_files
+from baton.runtime.adapters import read_adapter_config, read_adapter_weights
 from baton.runtime.paths import expanded
 from coordinator.cluster import Cluster
 from coordinator.options import parse_adapters
 from coordinator.policy.adapters import Adapter
+
+MAX_ITEM_BYTES, MAX_HEADER_BYTES = 8, 16 << 20
+"""Of a value, and of what describes the tensors, in an adapter's weights: a longer file is not this model's."""
 
 
 def read_adapter(name: str, path: str, config: AnyConfig, max_rank: int) -> Adapter:
@@ -31,8 +42,10 @@ def read_adapter(name: str, path: str, config: AnyConfig, max_rank: int) -> Adap
         directory = os.path.realpath(expanded(path))
     except StartupError as error:
         raise InvalidRequest(error.message[:500], param="lora_path") from None
-    config_text, weights = read_adapter_files(directory)
+    config_text = read_adapter_config(directory)
     modules = adapted_modules(config_text, adaptable(config), max_rank)
+    values = sum(map(math.prod, adapter_tensors(modules).values()))
+    weights = read_adapter_weights(directory, values * MAX_ITEM_BYTES + MAX_HEADER_BYTES)
     try:
         shapes = {tensor: tuple(stored["shape"]) for tensor, stored in deserialize(weights)}  # type: ignore[no-untyped-call]
     except SafetensorError as error:

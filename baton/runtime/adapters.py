@@ -48,12 +48,22 @@ def read_adapter_files(path: str) -> tuple[bytes, bytes]:
     Raises:
         InvalidRequest: one of the files is missing, no regular file, or too large.
     """
+    return read_adapter_config(path), read_adapter_weights(path)
+
+
+def read_adapter_config(path: str) -> bytes:
+    """As `read_adapter_files`, the config only."""
     directory = Path(path)
     if not os.path.isdir(directory):
         raise _invalid(f"{path[:500]}: no such directory")
     if not os.path.exists(directory / WEIGHTS_FILE) and any(directory.glob("adapter_model.*")):
         raise _invalid(f"{path[:500]}: only {WEIGHTS_FILE} is read, no pickled weights")
-    return _read(directory / CONFIG_FILE, MAX_CONFIG_BYTES), _read(directory / WEIGHTS_FILE, MAX_WEIGHTS_BYTES)
+    return _read(directory / CONFIG_FILE, MAX_CONFIG_BYTES)
+
+
+def read_adapter_weights(path: str, max_bytes: int = MAX_WEIGHTS_BYTES) -> bytes:
+    """As `read_adapter_files`, the weights only; a file of more than `max_bytes` is refused before it is read."""
+    return _read(Path(path) / WEIGHTS_FILE, min(max_bytes, MAX_WEIGHTS_BYTES))
 
 
 def _read(file: Path, limit: int) -> bytes:
