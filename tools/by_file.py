@@ -20,15 +20,16 @@ _MANY_MODULES = 200
 _CLUSTERS_END, _LONG_END = 0.9, 0.7
 """The shares of all files after which no cluster, and no long file, is left to run: a long file at the end would run
 alone."""
-_LONG = (  # over 20 s of processor time; the first one compiles kernels that other files load, too
-    "tests/engine/test_kernels_few.py",
-    "tests/benchmarks/test_gpu_script.py",
+_LONG = (  # over 20 s of processor time, of those outside tests/cluster; the first one compiles kernels for others, too
+    "tests/engine/test_kernels_attention.py",
+    "tests/engine/test_load_memory.py",
     "tests/sim/test_safety.py",
-    "tests/engine/test_kernels_compiled.py",
     "tests/sim/test_liveness.py",
-    "tests/engine/test_exact_cuda.py",
+    "tests/engine/test_parallel_transformers.py",
+    "tests/benchmarks/test_gpu_script.py",
+    "tests/launch/test_up.py",
+    "tests/engine/test_transformers.py",
     "tests/benchmarks/test_bad_clients.py",
-    "tests/engine/test_exact.py",
 )
 
 
