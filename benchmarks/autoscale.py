@@ -47,8 +47,9 @@ from launch.bench.stats import RequestRecord
 from launch.capacity.command import read_calibration
 from launch.cluster_api import get_cluster
 from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, WorkerKind
+from sim.scale.members import ClusterShape
 from sim.scale.planner import Size
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.replay import Replay
 from sim.scale.workload import Lengths, first_seconds, fitting, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow, read_trace, trace_path

@@ -24,7 +24,7 @@ from launch.capacity.calibrate import calibrate
 from launch.capacity.loads import ClosedLoop, LoadClient, Sample
 from launch.cluster_api import Row
 from sim.scale.costs import Calibration, DecodeCosts, LinkCosts, PrefillCosts, Residual
-from sim.scale.replay import ClusterShape
+from sim.scale.members import ClusterShape
 from sim.stats import percentile
 
 QUOTA, PERIOD_US = 0.25, 20_000

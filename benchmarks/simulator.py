@@ -31,7 +31,8 @@ from launch.capacity.loads import LoadClient
 from launch.cluster_api import get_cluster
 from launch.cores import place
 from sim.scale.costs import Calibration
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.members import ClusterShape
+from sim.scale.replay import Replay
 from sim.scale.results import Outcome
 from sim.scale.workload import Lengths, poisson
 from sim.trace import TraceRow

@@ -30,7 +30,8 @@ from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, LoadPlan
 from launch.bench.stats import RunStatistics, statistics
 from sim.scale.costs import Calibration, parse_calibration
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.members import ClusterShape
+from sim.scale.replay import Replay
 from sim.scale.results import Outcome
 from sim.scale.workload import Lengths, poisson
 from sim.stats import Slo, parse_slo

@@ -11,8 +11,9 @@ from baton.core.commands import Role
 from launch.autoscale.flip import Flip, next_flip
 from launch.autoscale.law import DECODE, PREFILL, ClusterSample, Memory, Policy, Sizing, WorkerSample, decide
 from launch.control_options import FLIP_S
+from sim.scale.members import ClusterShape
 from sim.scale.planner import Size
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.replay import Replay
 from sim.scale.results import Outcome, Times
 from sim.scale.workers import PrefillWorker
 from sim.stats import Slo
@@ -80,7 +81,7 @@ class _Simulated:
 
     def _tick(self) -> None:
         replay, now = self.replay, self.replay.loop.now
-        replay.remove_idle()
+        replay.members.remove_idle()
         sample = self._sample()
         decision, self.memory = decide(self.policy, self.memory, sample)
         if decision.size != self._size:
@@ -103,14 +104,14 @@ class _Simulated:
         if more > 0:
             self.cold.append((now, now + start_s))
         for _ in range(-more):
-            self.replay.drain_worker(role)
+            self.replay.members.drain_least_busy(role)
 
     def _sample(self) -> ClusterSample:
         replay, demand = self.replay, self.replay.dispatcher.demand()
         self._count(self.policy.slo)
         ready = {worker.worker_id: worker.incarnation for worker in replay.table.present() if worker.ready}
         workers = []
-        for worker in replay.workers:
+        for worker in replay.members.present():
             if worker.name not in ready:
                 continue
             scheduler, counts = worker.scheduler, worker.counts
@@ -177,7 +178,7 @@ def dry_run(
     times, slo = simulated.replay.measured.times, Slo(policy.slo.ttft_s)
     met = [slo.met(t.ttft_s, None) for t in times]
     warm = [ok for t, ok in zip(times, met, strict=True) if not any(a <= t.sent_at <= b for a, b in simulated.cold)]
-    hours = [simulated.replay.worker_s(role) / 3600 for role in (PREFILL, DECODE)]
+    hours = [simulated.replay.members.worker_s(role) / 3600 for role in (PREFILL, DECODE)]
     span_h = max(rows[-1].at_s - rows[0].at_s, 1.0) / 3600
     return DryRun(
         outcome,

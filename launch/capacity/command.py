@@ -188,7 +188,8 @@ def simulate_command(
     from rich.console import Console
 
     from launch.capacity.report import outcome_tables, show_tables
-    from sim.scale.replay import ClusterShape, Replay
+    from sim.scale.members import ClusterShape
+    from sim.scale.replay import Replay
 
     kind, rows = read_calibration(calibration), load_rows(trace, **load)
     if not rows:

@@ -10,6 +10,7 @@ from typing import Any
 from baton.core.errors import StartupError
 from coordinator.policy.split import Split
 from sim.scale.costs import Calibration
+from sim.scale.members import ClusterShape
 from sim.scale.planner import (
     Cheapest,
     Evaluated,
@@ -22,7 +23,7 @@ from sim.scale.planner import (
     search,
     search_one_pool,
 )
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.replay import Replay
 from sim.scale.workload import fitting, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow

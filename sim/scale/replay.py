@@ -8,56 +8,31 @@ simulator's other modes are for. A request needs a few dozen events, whatever th
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from baton.core.blocks import HINT_BYTES, KeyChain
-from baton.core.commands import Join, Role
-from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
+from baton.core.commands import Role
 from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
-from baton.core.kv_layout import KVLayout, LayerKV
-from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Worker
-from coordinator.policy.split import Split
-from coordinator.policy.workers import WorkerTable
 from prefill.scheduler import Progress
 from sim.loop import Loop
-from sim.scale.costs import Calibration
 from sim.scale.host import Host, Thread
+from sim.scale.members import FOREVER_S, ClusterShape, Flipped, Members
 from sim.scale.results import Measured, Outcome, Times, summary
 from sim.scale.workers import TOKEN, DecodeWorker, PrefillWorker, Run
 from sim.stats import Slo
 from sim.trace import TRACE_BLOCK, TraceRow
 
 GREEDY = SamplingParams(temperature=0.0)
-_FOREVER_S = 1e15
 FLIP_POLL_S = 0.05
 """Between two looks at whether a worker that changes its role has nothing left to do."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterShape:
-    """A cluster: so many workers, as measured. `cores` has the cores of each worker, prefill first, if all of them, the
-    coordinator and the client share one host of `host_cores` cores; empty: every process has cores of its own.
-    `front_cores` are those of the coordinator and of the client; empty: whichever is least loaded."""
-
-    prefill: Calibration
-    num_prefill: int
-    decode: Calibration
-    num_decode: int
-    cores: tuple[tuple[int, ...], ...] = ()
-    host_cores: int = 0
-    front_cores: tuple[int, ...] = ()
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    split: Split = "always"
 
 
 @dataclass(slots=True, eq=False)
@@ -77,18 +52,9 @@ class _Job:
     last_token_at: float = 0.0
 
 
-class _Flipped(NamedTuple):
-    """A worker's name, incarnation and cores, and the blocks that it keeps of its previous role."""
-
-    name: str
-    incarnation: int
-    kept: KeptBlocks | None
-    cores: tuple[int, ...]
-
-
 class Replay:
-    """Complete state: the loop, the coordinator's dispatcher and worker table, the workers, the requests that have not
-    ended by their choice, what is parked, when each link is free, and what was measured."""
+    """Complete state: the loop, the coordinator's dispatcher, the workers with its table of them, the requests that have
+    not ended by their choice, what is parked, when each link is free, and what was measured."""
 
     def __init__(self, shape: ClusterShape, rows: Sequence[TraceRow], *, clients: int = 0, fast: bool = True) -> None:
         """`rows` arrive at their times, or with `clients` in a closed loop: each client sends its next request when its
@@ -98,27 +64,23 @@ class Replay:
         self.shape, self.measured = shape, Measured()
         self._rows, self._next, self._clients = rows, 0, clients
         self._prefixes = any(row.blocks for row in rows)
-        self._layout = _layout(shape.prefill)
         host = Host(self.loop, shape.host_cores) if shape.cores else None
         self._front = Thread(self.loop, host, shape.front_cores)
         self._client = Thread(self.loop, host, shape.front_cores)
         self._threads = host is not None
-        self.table = WorkerTable(_FOREVER_S)
+        self.members = Members(
+            *(shape, self.loop, self, self.measured, host), prefix_cache=self._prefixes, fast=fast
+        )
+        self.table, self._prefill, self._decode = self.members.table, self.members.prefill, self.members.decode
         self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens, shape.split)
         self._jobs: dict[tuple[str, int], _Job] = {}  # by ChoiceId
         self._parked: list[_Job] = []
         self._links: dict[tuple[str, str], float] = {}
-        cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
-        self._host, self._fast = host, fast
         self._reports_costs = shape.split == "auto"  # else nothing compares the costs of prompts
-        self._prefill: dict[str, PrefillWorker] = {}
-        self._decode: dict[str, DecodeWorker] = {}
-        self._added: Counter[Role] = Counter()
-        self._since: dict[str, float] = {}  # when each worker was started
-        self._worker_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}  # of workers that have left
+        cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
         for number in range(shape.num_prefill + shape.num_decode):
             role: Role = "prefill" if number < shape.num_prefill else "decode"
-            self._add(role, rows[0].at_s if rows and not clients else 0.0, cores[number])
+            self.members.add(role, rows[0].at_s if rows and not clients else 0.0, cores[number])
 
     def run(self, slo: Slo | None = None) -> Outcome:
         """Runs until every request has ended. Without the cyclic garbage collector: a request leaves no cycle, and the
@@ -138,7 +100,7 @@ class Replay:
         for decode in self._decode.values():
             self.measured.preemptions += decode.scheduler.preemptions
         self.measured.front_busy_s += self._front.busy_s
-        seconds = self.worker_s("prefill"), self.worker_s("decode")
+        seconds = self.members.worker_s("prefill"), self.members.worker_s("decode")
         return summary(self.measured, slo or Slo(), *seconds, self.loop.executed)
 
     def _run(self) -> None:
@@ -151,8 +113,8 @@ class Replay:
 
     def check(self) -> None:
         self.dispatcher.check(job.choice for job in self._jobs.values())
-        for scheduler in (w.scheduler for workers in (self._prefill, self._decode) for w in workers.values()):
-            scheduler.check_idle()
+        for worker in self.members.present():
+            worker.scheduler.check_idle()
         if self._jobs:
             raise InvariantError(f"{len(self._jobs)} requests have not ended: {list(self._jobs)[:3]}")
 
@@ -162,64 +124,27 @@ class Replay:
         """Starts a worker, which joins after `start_s`."""
         self.loop.later(start_s, self._joined, role, self.loop.now)
 
-    def _joined(self, role: Role, started_at: float, flipped: _Flipped | None = None) -> None:
-        self._add(role, started_at, (), flipped)
+    def _joined(self, role: Role, started_at: float, flipped: Flipped | None = None) -> None:
+        self.members.add(role, started_at, (), flipped)
         self._reassign()
         self._place()
-
-    def drain_worker(self, role: Role) -> bool:
-        """Drains the ready worker of a role with the least to do; `remove_idle` removes it. Returns whether there was
-        one."""
-        ready = [worker for worker in self.table.present() if worker.role == role and worker.ready]
-        if not ready:
-            return False
-        least = min(ready, key=lambda worker: (worker.running, worker.backlog_tokens))
-        self.table.drain(least.worker_id, _FOREVER_S, self.loop.now)
-        return True
-
-    def remove_idle(self) -> None:
-        """Removes the draining workers that have nothing left to do, except those that change their roles."""
-        for known in [worker for worker in self.table.present() if worker.state == "draining"]:
-            if known.next_role is None:
-                self._remove(known)
-
-    def _remove(self, known: Worker) -> PrefillWorker | DecodeWorker | None:
-        """Removes and returns a worker; None while it has something to do."""
-        worker = self._worker(known)
-        if isinstance(worker, DecodeWorker):
-            worker.interrupt()
-        if known.running or known.backlog_tokens or worker.scheduler.num_sequences:
-            return None
-        worker.scheduler.check_idle()
-        if isinstance(worker, DecodeWorker):
-            self.measured.preemptions += worker.scheduler.preemptions
-            del self._decode[worker.name]
-        else:
-            del self._prefill[worker.name]
-        self._worker_s[known.role] += self.loop.now - self._since.pop(worker.name)
-        self.table.left(worker.name, known.incarnation)
-        return worker
-
-    def _worker(self, known: Worker) -> PrefillWorker | DecodeWorker:
-        return self._prefill[known.worker_id] if known.role == "prefill" else self._decode[known.worker_id]
 
     def flip(self, name: str, role: Role, limit_s: float, takes_s: float) -> None:
         """Makes a worker drain for up to `limit_s`, give back what it has not done by then, and join again in `role`,
         under its name and with its cached blocks, `takes_s` after its last sequence."""
-        self.table.drain(name, self.loop.now + limit_s, self.loop.now, role)
-        self._flip(_present(self.table.get(name)), role, takes_s)
+        self._flip(self.members.drain_to_flip(name, role, self.loop.now + limit_s), role, takes_s)
 
     def _flip(self, known: Worker, role: Role, takes_s: float) -> None:
         if self.loop.now >= _present(known.drain_by):
             for job in [job for job in self._jobs.values() if self._gives_back(known, job)]:
                 self._reschedule(job)
             self._place()
-        worker = self._remove(known)
+        worker = self.members.remove(known)
         if worker is None:
             self.loop.later(FLIP_POLL_S, self._flip, known, role, takes_s)
             return
         self.measured.flips += 1
-        flipped = _Flipped(worker.name, known.incarnation + 1, worker.scheduler.kept, worker.core.cores)
+        flipped = Flipped(worker.name, known.incarnation + 1, worker.scheduler.kept, worker.core.cores)
         self.loop.later(takes_s, self._joined, role, self.loop.now, flipped)
 
     def _gives_back(self, known: Worker, job: _Job) -> bool:
@@ -246,58 +171,9 @@ class Replay:
         self._jobs[choice.name] = _Job(choice, choice.request, times, job.client, last_token_at=job.last_token_at)
         self.measured.rescheduled += 1
 
-    def worker_s(self, role: Role) -> float:
-        """Returns the seconds of all workers of a role so far, each from its start on."""
-        names = self._prefill if role == "prefill" else self._decode
-        return self._worker_s[role] + sum(self.loop.now - self._since[name] for name in names)
-
     @property
     def in_flight(self) -> int:
         return len(self._jobs)
-
-    @property
-    def workers(self) -> list[PrefillWorker | DecodeWorker]:
-        """The workers that have joined and not left, prefill first."""
-        return [*self._prefill.values(), *self._decode.values()]
-
-    def _add(self, role: Role, started_at: float, cores: tuple[int, ...], flipped: _Flipped | None = None) -> None:
-        shape = self.shape
-        if flipped is None:
-            flipped = _Flipped(f"{role}-{self._added[role]}", 1, None, cores)
-            self._added[role] += 1
-        name = flipped.name
-        self._since[name] = started_at
-        calibration = shape.prefill if role == "prefill" else shape.decode
-        self._join(name, role, flipped.incarnation, calibration)
-        of = name, self.loop, self, calibration, self._layout, self.measured
-        how: dict[str, Any] = {"prefix_cache": self._prefixes, "counted": self._fast and not self._prefixes}
-        how |= {"host": self._host, "cores": flipped.cores, "kept": flipped.kept}
-        worker: PrefillWorker | DecodeWorker
-        if role == "prefill":
-            worker = self._prefill[name] = PrefillWorker(*of, **how)
-        else:
-            worker = self._decode[name] = DecodeWorker(*of, **how, at_once=self._fast)
-        cache = worker.scheduler.cache
-        cache.restart_events()
-        while cache.enabled and (events := cache.take_events()) is not None:
-            self.cached(name, events)
-
-    def _join(self, name: str, role: Role, incarnation: int, calibration: Calibration) -> None:
-        kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
-        facts = Compatibility(
-            *(PROTOCOL_VERSION, "", False, "float32", "float32", "none", "baton", "gloo", "", "", 1 << 16),
-            max_model_len=calibration.max_model_len,
-            layout=self._layout,
-        )
-        join = Join(
-            *(name, role, incarnation, facts),
-            blocks_total=kind.blocks,
-            step_tokens=kind.step_tokens,
-            max_running=kind.max_running,
-            computes_prompts=role == "decode",
-            both_roles=True,
-        )
-        self.table.add(join, self.loop.now, _FOREVER_S)
 
     # Clients.
 
@@ -320,7 +196,7 @@ class Replay:
         )
         times = Times(self.loop.now, row.input_len, max(1, row.output_len))
         self.measured.times.append(times)
-        job = _Job(Choice(request, number, self.loop.now, _FOREVER_S), request, times, client)
+        job = _Job(Choice(request, number, self.loop.now, FOREVER_S), request, times, client)
         front = self.shape.prefill.front
         admit_s, half_s = front.admit_cpu_s(row.input_len), front.client_request_cpu_s / 2
         if not self._threads:
@@ -366,7 +242,7 @@ class Replay:
     def _prefix(self, request: GenerateRequest) -> dict[int, tuple[bytes, ...]]:
         if not self._prefixes:
             return {}
-        size = self._layout.block_size
+        size = self.members.layout.block_size
         keys = KeyChain("", "", "", "", size).grow(lambda start, end: request.prompt[start:end], len(request.prompt))
         return {size: tuple(key[:HINT_BYTES] for key in keys)}
 
@@ -639,9 +515,3 @@ def _plain_prompt(length: int) -> tuple[int, ...]:
     if length not in _prompts:
         _prompts[length] = (TOKEN,) * length
     return _prompts[length]
-
-
-def _layout(calibration: Calibration) -> KVLayout:
-    """Returns a layout with the measured block size; the bytes of a token only matter on links, which have their
-    own."""
-    return KVLayout(calibration.block_size, (LayerKV(1, 1, "float32"),))

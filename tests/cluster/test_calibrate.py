@@ -10,7 +10,8 @@ from launch.capacity import calibrate as command
 from launch.capacity.loads import ClosedLoop
 from launch.capacity.loads import LoadClient as Measured
 from sim.scale.costs import parse_calibration
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.members import ClusterShape
+from sim.scale.replay import Replay
 from sim.trace import TraceRow
 from tests.support.cluster import cluster
 

@@ -8,8 +8,8 @@ import pytest
 
 from launch.autoscale.law import Policy
 from launch.autoscale.simulate import dry_run, reversals
+from sim.scale.members import ClusterShape
 from sim.scale.planner import Size
-from sim.scale.replay import ClusterShape
 from sim.scale.workload import Lengths, poisson, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow, read_trace, trace_path

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.policy.split import Split
+from sim.scale.members import ClusterShape
 from sim.scale.planner import (
     Cheapest,
     Evaluated,
@@ -22,7 +23,7 @@ from sim.scale.planner import (
     search,
     search_one_pool,
 )
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.replay import Replay
 from sim.scale.results import Outcome
 from sim.scale.workload import Lengths, first_seconds, poisson
 from sim.stats import Slo

@@ -9,7 +9,8 @@ import pytest
 
 from sim.loop import Loop
 from sim.scale.host import Host, Thread
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.members import ClusterShape
+from sim.scale.replay import Replay
 from sim.scale.workload import first_seconds, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow, read_trace, trace_path

@@ -9,7 +9,8 @@ import pytest
 from baton.core.commands import Role
 from baton.core.errors import Unavailable
 from baton.core.request import GenerateRequest
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.members import ClusterShape
+from sim.scale.replay import Replay
 from sim.scale.results import Outcome
 from sim.scale.workers import DecodeWorker
 from sim.stats import Slo
@@ -45,10 +46,10 @@ def test_every_request_ends_with_all_its_tokens(
 ) -> None:
     replays = [Replay(cluster, rows, fast=fast) for fast in (True, False)]
     fast, slow = (flipped(replay, THERE_AND_BACK, limit_s) for replay in replays)
-    assert {w.name: w.scheduler.num_sequences for w in replays[0].workers} == dict.fromkeys(
+    assert {w.name: w.scheduler.num_sequences for w in replays[0].members.present()} == dict.fromkeys(
         ("prefill-0", "prefill-1", "decode-0", "decode-1"), 0
     )
-    assert [w.name for w in replays[0].workers[:3]] == ["prefill-0", "decode-0", "prefill-1"]
+    assert [w.name for w in replays[0].members.present()[:3]] == ["prefill-0", "decode-0", "prefill-1"]
     assert fast.itl.count == slow.itl.count == sum(row.output_len - 1 for row in rows)
     assert fast.e2e.mean == pytest.approx(slow.e2e.mean, rel=0.02)
 
@@ -68,7 +69,7 @@ def test_a_flip_takes_its_time_from_the_last_sequence_on() -> None:
     replay = Replay(shape(2, 1), [TraceRow(0.0, 9000, 2), TraceRow(9.0, 300, 2)])
     replay.loop.at(0.1, replay.flip, "prefill-0", "decode", 30.0, 2.0)
     replay.run()
-    done, joined = replay.measured.times[0].prefilled_at, replay._since["prefill-0"]
+    done, joined = replay.measured.times[0].prefilled_at, replay.members._since["prefill-0"]
     assert done <= joined <= done + 0.2, "it was idle"
     assert replay.table.get("prefill-0").since == pytest.approx(joined + 2.0)  # type: ignore[union-attr]
 

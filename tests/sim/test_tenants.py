@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.members import ClusterShape
+from sim.scale.replay import Replay
 from sim.scale.workload import Lengths, poisson
 from sim.stats import percentile
 from sim.trace import TraceRow

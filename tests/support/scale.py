@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, WorkerKind
-from sim.scale.replay import ClusterShape
+from sim.scale.members import ClusterShape
 from sim.trace import TraceRow
 
 CALIBRATION = Calibration(
