@@ -64,7 +64,8 @@ class HeldBlocks:
     def _incoming(self, sequence: Sequence, columns: int | None = None) -> tuple[int, ...]:
         """Returns the blocks of a receiving sequence into which KV is still to be written, in the first `columns`."""
         first, groups = sequence.num_computed // self._layout.block_size, self._window.groups
-        return self._cache.without_null(sequence.block_ids[first * groups : columns and columns * groups])
+        incoming = sequence.block_ids[first * groups : columns and columns * groups]
+        return self._cache.without_null(incoming) if sequence.num_dropped else incoming
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raises InvariantError if a block is not held by exactly the sequence that owns it."""

@@ -173,15 +173,16 @@ class DecodeScheduler:
             Unavailable: not enough free blocks now (`no_free_blocks`) or ever (`exceeds_pool`).
         """
         self._check_new(request)
-        sequence_id = request.sequence_id
-        waiting, here = self.num_preempted, len(self.sequences)
+        states = [s.state for s in self.sequences.values()]
+        waiting, here, due = states.count(State.PREEMPTED), len(states), 0
+        if State.WAITING in states:
+            due = sum(self._max_blocks(s.num_tokens) for s in self._in(State.WAITING))
         sequence = Sequence(request, State.RECEIVING, now, self._next_number)
         window, start = self.window, self.window.first_position(sequence.num_tokens)
-        needed = self.layout.blocks_for(sequence.num_tokens) - window.sliding * (start // self.layout.block_size)
-        due = sum(self._max_blocks(s.num_tokens) for s in self._in(State.WAITING))
         leave = here * window.groups + due
-        holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
+        holders = Holder("sequence", sequence.id), Holder("receiving", sequence.id)
         if waiting or not self.cache.allocate(sequence, *holders, leave=leave, start=start):
+            needed = self.layout.blocks_for(sequence.num_tokens) - window.sliding * (start // self.layout.block_size)
             counts = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
             counts += f", {due} for prompts that wait" if due else ""
             raise Unavailable(f"{needed} KV blocks needed, {counts}", code=ErrorCode.NO_FREE_BLOCKS)

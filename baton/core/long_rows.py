@@ -70,6 +70,9 @@ class Turns:
     def order(self, remainders: Mapping[Sequence, int]) -> Iterator[Sequence]:
         """Yields sequences, given with the number of their uncomputed tokens, in the order in which they are computed.
         The caller charges the tokens of each before it asks for the next one."""
+        if len(remainders) == 1:
+            yield from remainders
+            return
         lanes: dict[tuple[tuple[int, bool, bool], str], deque[tuple[tuple[float, int], Sequence]]] = {}
         for own, sequence in sorted((_turn(s, remainder), s) for s, remainder in remainders.items()):
             request, again = sequence.request, not sequence.computes_prompt

@@ -86,6 +86,8 @@ class PrefixCache:
         a window."""
         window, dropped = self.window, start // self.block_size
         reuses = self.enabled and sequence.reuses_prefix
+        if not reuses and not start:
+            return 0, 0
         keys = self._keys(sequence, sequence.num_tokens - 1) if reuses else []
         with_full = self._run(keys, 0, range(window.full)) if window.full else len(keys)
         sliding = range(window.full, window.groups)
@@ -188,7 +190,7 @@ class PrefixCache:
         return self._matching(sequence, *self._match(sequence, start))
 
     def _matching(self, sequence: Sequence, columns: int, dropped: int) -> tuple[int, ...]:
-        return self._table(self._keys(sequence, columns * self.block_size), columns, dropped)
+        return self._table(self._keys(sequence, columns * self.block_size), columns, dropped) if columns else ()
 
     def num_matching_tokens(self, sequence: Sequence) -> int:
         """Returns how many positions `matching` covers now."""
@@ -209,7 +211,8 @@ class PrefixCache:
 
     def _assign(self, sequence: Sequence, table: tuple[int, ...], dropped: int, shared: Holder, start: int) -> None:
         sequence.block_ids, sequence.num_dropped = table, dropped
-        self.blocks.hold(self.held(sequence), shared)
+        if table:
+            self.blocks.hold(self.held(sequence), shared)
         covered = len(table) // self.window.groups * self.block_size
         sequence.num_computed = sequence.prefix_tokens = covered if self.window.full else max(start, covered)
         sequence.num_offered = self.window.columns(sequence.num_computed)
@@ -252,15 +255,18 @@ class PrefixCache:
         groups with a window, no other sequence uses now. Assigns none and returns False if fewer than `leave` blocks
         would stay free, besides those that groups without a window need for columns that it lacks."""
         cached, dropped, behind, needed, later = self._needs(sequence, start, max_columns)
-        if needed + later + leave > self.blocks.num_free_besides(self.without_null(cached)):
+        free = self.blocks.num_free_besides(self.without_null(cached)) if cached else self.blocks.num_free
+        if needed + later + leave > free:
             return False
         self._assign(sequence, cached, dropped, shared, start)
         allocated = self.blocks.allocate(needed, own)
         if allocated is None:
             raise InvariantError(f"{needed} blocks for {sequence.id} could not be allocated: {self.blocks!r}")
-        nulls = (self.null_block,) * self.window.sliding  # then `full` is 1
-        first = tuple(entry for block in allocated[:behind] for entry in (block, *nulls))
-        sequence.block_ids += first + allocated[behind:]
+        if behind:
+            nulls = (self.null_block,) * self.window.sliding  # then `full` is 1
+            first = tuple(entry for block in allocated[:behind] for entry in (block, *nulls))
+            allocated = first + allocated[behind:]
+        sequence.block_ids += allocated
         return True
 
     def store_full_blocks(self, sequence: Sequence) -> None:

@@ -26,6 +26,8 @@ from baton.core.step import History, Row
 
 
 class State(Enum):
+    __hash__ = object.__hash__  # that of Enum hashes the name, in Python, at every look-up in a table
+
     WAITING = "waiting"
     PREFILLING = "prefilling"
     PREFILLED = "prefilled"

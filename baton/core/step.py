@@ -226,9 +226,11 @@ def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
         raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
     if outcome.pooled.keys() != {index for index, row in enumerate(plan.rows) if row.pooling}:
         raise InvariantError(f"the outcome of step {plan.step_id} does not have the vectors that its rows pool")
+    logprobs, scored = outcome.logprobs, outcome.scored
     for index, row in enumerate(plan.rows):
         reported = num_sampled[index] if row.sampling.logprobs is not None else 0
-        if len(outcome.logprobs_of(index)) != reported or len(outcome.scored_of(index)) != len(row.scored):
+        num_scored = len(scored[index]) if scored else 0
+        if (len(logprobs[index]) if logprobs else 0) != reported or num_scored != len(row.scored):
             raise InvariantError(
                 f"outcome of step {plan.step_id} does not have the log-probabilities that {row.sequence_id} requests"
             )

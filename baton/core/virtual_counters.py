@@ -50,7 +50,7 @@ class VirtualCounters:
 
     def charge(self, tenant: str, service: float, *, takes_turn: bool) -> None:
         """Counts service that a tenant received, with `takes_turn` in its turn."""
-        self._served[tenant] = self.of(tenant) + service
+        self._served[tenant] = self._served.get(tenant, 0.0) + service
         if takes_turn:
             self._last_turn += 1
             self._turns[tenant] = self._last_turn

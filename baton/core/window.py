@@ -55,6 +55,8 @@ class Window:
         """Returns how many blocks a sequence of `num_tokens` positions holds at once, at most, if they are computed
         in rows of up to `step_tokens`."""
         columns = self.columns(num_tokens)
+        if not self.size:
+            return self.groups * columns
         return self.full * columns + self.sliding * min(columns, self.columns_at_once(step_tokens))
 
     def max_tokens(self, num_blocks: int, step_tokens: int) -> int:
@@ -75,6 +77,8 @@ class Window:
 
     def needed_from(self, query: int, table: tuple[int, ...], first: int = 0) -> tuple[int, ...]:
         """Returns the blocks that queries at `query` and later need, in the columns of a table from `first` on."""
+        if not self.size:
+            return table[first * self.groups :]
         behind = max(self.num_behind(query), first) * self.groups
         before = table[first * self.groups : behind] if self.full else ()
         return tuple(b for index, b in enumerate(before) if index % self.groups < self.full) + table[behind:]

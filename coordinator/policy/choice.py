@@ -59,6 +59,8 @@ NEVER = 1 << 62
 
 
 class Stage(Enum):
+    __hash__ = object.__hash__  # that of Enum hashes the name, in Python, at every look-up in a table
+
     QUEUED = "queue"
     PREFILL = "prefill"
     HANDOVER = "handover"

@@ -26,7 +26,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from operator import sub
 from typing import NamedTuple
 
 from baton.core.codes import ErrorCode
@@ -161,8 +160,10 @@ class Dispatcher:
 
     def _prompts_on_decode(self, each: WorkerClass) -> bool:
         """Whether decode workers of a class, as far as there are any, compute prompts."""
+        if self.split == "always":
+            return False
         decodes = each.decode.workers
-        return self.split != "always" and (not decodes or any(w.computes_prompts for w in decodes))
+        return not decodes or any(w.computes_prompts for w in decodes)
 
     def _pools(self, choice: Choice, each: WorkerClass) -> tuple[Pool, ...]:
         """Returns the pools of a class in which a choice needs a worker, once it is queued."""
@@ -304,10 +305,11 @@ class Dispatcher:
             self._blocked = closed
             return placed
         self._blocked = {each: known for each, known in self._blocked.items() if not known.grown}
-        needed = {
-            each: (each.decode,) if self._prompts_on_decode(each) else each.pools for each in self._workers.classes
+        complete = {
+            each
+            for each in self._workers.classes
+            if all(map(Pool.capacity, (each.decode,) if self._prompts_on_decode(each) else each.pools))
         }
-        complete = {each for each, pools in needed.items() if all(pool.capacity() for pool in pools)}
         # While a role is missing, only choices that need no decode worker may start: a full queue takes long to scan.
         if not complete and not self._queue.without_decode:
             self._blocked = closed
@@ -366,7 +368,7 @@ class Dispatcher:
     def _candidates(self, choice: Choice) -> Collection[WorkerClass]:
         """Returns the classes that have the roles that a choice needs, and may serve it."""
         before, classes = choice.generated_by, self._workers.classes
-        able = [each for each in classes if all(pool.capacity() for pool in self._pools(choice, each))]
+        able = [each for each in classes if all(map(Pool.capacity, self._pools(choice, each)))]
         if before is not None:
             able = [each for each in able if (facts := each.facts) is None or continues(before, facts) is None]
             return [each for each in able if each.key.revision == choice.revision] or able
@@ -424,17 +426,16 @@ class Dispatcher:
         """Counts at the workers of a choice what it occupies there, which follows from its stage and its tokens. Called
         again after each change of these, and once it has more than `grows_at` tokens."""
         self._queue.charge(choice)
-        held = self._occupied(choice)
+        growth = 0
         if (worker := choice.decode) is None:
             choice.grows_at = NEVER
         else:
-            request, size, produced = choice.request, worker.block_size, choice.produced
-            tokens = request.num_prefill_tokens
-            choice.grows_at = -(-(tokens + produced) // size) * size - len(request.prompt)
-            backlog, reserved, running, _ = held
-            growth = self.expectation.growth(tokens, request.max_kv_tokens, produced, worker)
-            held = Held(backlog, reserved, running, growth)
-        self._count(choice, held)
+            request, size = choice.request, worker.block_size
+            prompt, output = len(request.prompt), len(choice.journal.tokens)
+            choice.grows_at = -(-(prompt + output) // size) * size - prompt
+            before, longest = len(request.output), prompt + request.max_tokens - 1
+            growth = self.expectation.growth(prompt + before, longest, output - before, worker)
+        self._count(choice, self._occupied(choice, growth))
 
     def handed_over(self, choice: Choice, now: float) -> None:
         """Measures the hand-over of a choice in stage HANDOVER: a decode worker has all KV now."""
@@ -464,17 +465,19 @@ class Dispatcher:
         self._count(choice, NOTHING)
 
     def _count(self, choice: Choice, held: Held) -> None:
-        if held == choice.held:
+        before = choice.held
+        if held == before:
             return
-        backlog, reserved, running, growth = map(sub, held, choice.held)
         choice.held = held
+        backlog, reserved = held[0] - before[0], held[1] - before[1]
+        running, growth = held[2] - before[2], held[3] - before[3]
         if backlog and choice.prefill is not None:
             choice.prefill.count(backlog=backlog, tenant=choice.request.tenant)
         if choice.decode is not None and (reserved or running or growth):
             choice.decode.count(reserved=reserved, running=running, growth=growth)
 
-    def _occupied(self, choice: Choice) -> Held:
-        """Returns what a choice occupies, without its expected growth. Until decode has all KV, its worker's report may
+    def _occupied(self, choice: Choice, growth: int = 0) -> Held:
+        """Returns what a choice occupies, with its expected growth. Until decode has all KV, its worker's report may
         not include the blocks."""
         stage, decode = choice.stage, choice.decode
         if stage is Stage.ENDED or choice.prefill is None:
@@ -482,8 +485,8 @@ class Dispatcher:
         backlog = choice.to_compute if stage is Stage.QUEUED or stage is Stage.PREFILL else 0
         if decode is None:
             return Held(backlog)
-        blocks = decode.blocks_for(choice.request.num_prefill_tokens)
-        return Held(backlog, 0 if stage is Stage.DECODE else blocks, 1)
+        blocks = 0 if stage is Stage.DECODE else decode.blocks_for(choice.request.num_prefill_tokens)
+        return Held(backlog, blocks, 1, growth)
 
     def check(self, choices: Iterable[Choice]) -> None:
         """Raises InvariantError if the queue or the counters of workers do not match these choices, which are all."""

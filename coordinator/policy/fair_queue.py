@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -114,11 +114,13 @@ class FairQueue:
         asks for the next one, which follows from the counters then, and add tenants to `behind`: of these no more come,
         except choices that ran before."""
         for priority in sorted(self._levels) if self._size else ():
-            level, passed = self._levels[priority], Counter[Lane]()
+            level = self._levels[priority]
+            passed: dict[Lane, int] = {}
             while (choice := self._next(level, passed, behind)) is not None:
                 yield choice
                 if choice.queue_position is not None:
-                    passed[self._place_of(choice)[1]] += 1
+                    lane = self._place_of(choice)[1]
+                    passed[lane] = passed.get(lane, 0) + 1
 
     def ahead(self, tenant: str, priority: int, weight: int, long_tokens: float = inf) -> float:
         """Returns how many prompt tokens go before a new choice that is added now: those of its tenant, of lower
@@ -151,15 +153,19 @@ class FairQueue:
         elif prompt_tokens:
             choice.prompt_charged = True
         if prompt_tokens or output:
-            counters, cost = self._place_of(choice)[0].counters, INPUT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output
-            counters.charge(choice.request.tenant, cost / choice.client.weight, takes_turn=prompt_tokens > 0)
+            request, cost = choice.request, INPUT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output
+            counters = self._level(request.priority).counters
+            counters.charge(request.tenant, cost / choice.client.weight, takes_turn=prompt_tokens > 0)
+
+    def _level(self, priority: int) -> _Level:
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level()
+        return level
 
     def _place_of(self, choice: Choice) -> tuple[_Level, Lane]:
-        request = choice.request
-        level = self._levels.get(request.priority)
-        if level is None:
-            level = self._levels[request.priority] = _Level()
-        return level, _RESUMED if choice.prompt_charged else (request.tenant, choice.client.key)
+        lane = _RESUMED if choice.prompt_charged else (choice.request.tenant, choice.client.key)
+        return self._level(choice.request.priority), lane
 
     def _enter(self, level: _Level, lane: Lane, *, held: bool | None = None) -> None:
         """Lifts the counter of a tenant that begins to wait with this lane."""
@@ -171,16 +177,17 @@ class FairQueue:
         if lane is not _RESUMED and lane[0] not in level.open(self._held):
             level.counters.leave(lane[0])
 
-    def _next(self, level: _Level, passed: Counter[Lane], behind: Collection[str]) -> Choice | None:
+    def _next(self, level: _Level, passed: Mapping[Lane, int], behind: Collection[str]) -> Choice | None:
         """Returns the next choice of a level, after so many in each lane that were passed over."""
         best: tuple[tuple[float, int], QueuePosition, Choice] | None = None
         for lane, entries in level.lanes.items():
-            if passed[lane] < len(entries) and lane[1] not in self._held:
+            over = passed.get(lane, 0)
+            if over < len(entries) and lane[1] not in self._held:
                 if lane is _RESUMED:
-                    return entries[passed[lane]][1]
+                    return entries[over][1]
                 if lane[0] in behind:
                     continue
-                head = (level.counters.turn(lane[0]), *entries[passed[lane]])
+                head = (level.counters.turn(lane[0]), *entries[over])
                 best = head if best is None else min(best, head)
         return None if best is None else best[2]
 

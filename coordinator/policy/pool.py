@@ -196,7 +196,7 @@ class Worker:
     def load(self, load: Load | None) -> None:
         self._load = load
         self._counted_before = self._counted_before or load
-        self._recount()
+        self._update_room()
 
     @property
     def ready(self) -> bool:
@@ -252,17 +252,28 @@ class Worker:
 
     def _recount(self) -> None:
         if self.role == "prefill":
-            # An idle worker accepts a prompt of any length.
-            room = BACKLOG_STEPS * self.step_tokens - self.backlog_tokens if self.backlog_tokens else _NO_LIMIT
             rank = self.backlog_tokens << ORDER_BITS | self._order
         else:
-            room = self._blocks_left() if self.running < self.max_running else -1
             rank = self.running << RUNNING_SHIFT | self.reserved_blocks << ORDER_BITS | self._order
         if rank != self.rank:
             self.pool.reorder(self, rank)
             self.rank = rank
+        self._update_room()
+
+    def _update_room(self) -> None:
         if self._state != "ready":
             room = -_NO_LIMIT
+        elif self.role == "prefill":
+            # An idle worker accepts a prompt of any length.
+            room = BACKLOG_STEPS * self.step_tokens - self.backlog_tokens if self.backlog_tokens else _NO_LIMIT
+        elif self.running >= self.max_running:
+            room = -1
+        elif self.running == 0:
+            room = self._join.blocks_total
+        elif (load := self._load) is None:
+            room = self._join.blocks_total - self.reserved_blocks - self.growth
+        else:  # preempted sequences wait for blocks
+            room = 0 if load.preempted else load.blocks_free - self.reserved_blocks - self.growth
         if room > self.room:
             self.pool.grown = True
         self.room = room
@@ -272,15 +283,6 @@ class Worker:
         window (`Window.max_blocks`, of which this is the fast form)."""
         columns = -(-tokens // self.block_size)
         return self._full * columns + self._sliding * min(columns, self._columns_at_once)
-
-    def _blocks_left(self) -> int:
-        """Returns the blocks for one more sequence; 0 while preempted sequences wait for blocks."""
-        if self.running == 0:
-            return self._join.blocks_total
-        load = self._load
-        if load is None:
-            return self._join.blocks_total - self.reserved_blocks - self.growth
-        return 0 if load.preempted else load.blocks_free - self.reserved_blocks - self.growth
 
     def before(self, tenant: str, tokens: int) -> int:
         """Returns how many tokens are computed here before a prompt of a tenant, with `tokens` tokens to compute, is
@@ -460,7 +462,7 @@ class Pool:
                 worker.room >= least
                 and worker.max_tokens >= tokens
                 and worker.room >= room[worker.block_size]
-                and worker.has(adapter)
+                and (not adapter or adapter in worker.adapters)
             ):
                 yield rank
 

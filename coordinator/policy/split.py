@@ -98,11 +98,11 @@ class HandOverCost:
         return f"<HandOverCost {self.seconds(0) * 1e3:.1f} ms, {self.seconds(512) * 1e3:.1f} ms for 512 tokens>"
 
     def observe(self, tokens: int, seconds: float) -> None:
-        new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
-        sums = self._count, self._x, self._y, self._xx, self._xy
-        self._count, self._x, self._y, self._xx, self._xy = (
-            _DECAY * old + now for old, now in zip(sums, new, strict=True)
-        )
+        self._count = _DECAY * self._count + 1.0
+        self._x = _DECAY * self._x + tokens
+        self._y = _DECAY * self._y + seconds
+        self._xx = _DECAY * self._xx + tokens * tokens
+        self._xy = _DECAY * self._xy + tokens * seconds
 
     def seconds(self, tokens: int) -> float:
         """Returns the seconds expected for a last chunk of `tokens` tokens; 0 before any hand-over."""
