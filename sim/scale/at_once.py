@@ -1,6 +1,9 @@
-"""Many steps of a decode scheduler at once, where all of them are certain to be alike."""
+"""Steps of a decode scheduler without its planning, where all that they do is certain: many at once in which nothing
+ends, and one in which sequences end by their length."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from baton.core.blocks import Holder
 from baton.core.request import SequenceId
@@ -8,6 +11,16 @@ from baton.core.sequence import Admitted, Sequence, State
 from decode.scheduler import DecodeScheduler
 
 MOST_STEPS = 1 << 20
+
+
+class Plain(NamedTuple):
+    """The `steps` next steps are certain to be alike, one token for each of the `running` sequences; if that is 0, some
+    of them end in the next one, by their length, and it is like the others otherwise. In the next one they attend to
+    `context` positions."""
+
+    running: list[Sequence]
+    steps: int
+    context: int
 
 
 def admit(scheduler: DecodeScheduler, now: float) -> None:
@@ -21,54 +34,75 @@ def admit(scheduler: DecodeScheduler, now: float) -> None:
         s.on(Admitted(), now)
 
 
-def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> int:
-    """Returns how many of the next steps of a scheduler without an outstanding one are certain to be alike, if nothing
-    else happens: one token for each running sequence, none ends, none starts, and `leave` blocks stay free. `advance`
-    does as many at once. 0 with draft tokens, whose number differs from step to step."""
+def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> Plain | None:
+    """Returns what the next steps of a scheduler without an outstanding one will be, if nothing else happens: none
+    starts, and `leave` blocks stay free. None if the scheduler has to plan the next one: so with draft tokens, whose
+    number differs from step to step."""
     if scheduler.speculation.drafts is not None:
-        return 0
-    running, ready, steps = list[Sequence](), False, MOST_STEPS
+        return None
+    running: list[Sequence] = []
+    lengths: list[int] = []
+    ready, steps = False, MOST_STEPS
     for s in scheduler.sequences.values():
-        if s.state is State.RUNNING:
-            if s.num_uncomputed != 1 or s.ending is not None or s.boosted or s.request.alone:
-                return 0
-            steps = min(steps, s.request.max_tokens - len(s.output) - 1)
+        state = s.state
+        if state is State.RUNNING:
+            request, produced = s.request, len(s.output)
+            tokens = len(request.prompt) + produced
+            if tokens - s.num_computed != 1 or produced == len(request.output):  # it computes known tokens
+                return None
+            if s.ending is not None or s.boosted or request.alone:
+                return None
+            steps = min(steps, request.max_tokens - produced - 1)
             running.append(s)
-        elif s.state is State.READY:
+            lengths.append(tokens)
+        elif state is State.READY:
             ready = True
-        elif s.state is not State.RECEIVING:
-            return 0
+        elif state is not State.RECEIVING:
+            return None
     if not running or (ready and len(running) < scheduler.max_running):  # it starts: see `admit`
-        return 0
+        return None
     free = scheduler.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
     size = scheduler.layout.block_size
-    while steps > 0:
+    count = steps or 1
+    while count > 0:
         more = 0
-        for s in running:
-            more += max(0, -(-(s.num_tokens + steps - 1) // size) - len(s.block_ids))
+        for s, tokens in zip(running, lengths, strict=True):
+            lacking = -(-(tokens + count - 1) // size) - len(s.block_ids)
+            if lacking > 0:
+                more += lacking
         if more <= free:
-            return steps
-        steps = min(steps - 1, (free // len(running)) * size)
-    return 0
+            return Plain(running, count if steps else 0, sum(lengths))
+        count = min(count - 1, (free // len(running)) * size)
+    return None
 
 
-def running_context(scheduler: DecodeScheduler) -> tuple[int, int]:
-    """Returns how many sequences run, and how many positions all of them attend to in the next step."""
-    lengths = [s.num_tokens for s in scheduler.sequences.values() if s.state is State.RUNNING]
-    return len(lengths), sum(lengths)
+def grow(scheduler: DecodeScheduler, s: Sequence, end: int) -> None:
+    """Gives a sequence the blocks that it lacks for positions [0, end)."""
+    lacking = -(-end // scheduler.layout.block_size) - len(s.block_ids)
+    if lacking > 0:
+        s.block_ids += scheduler.blocks.allocate(lacking, Holder("sequence", s.id)) or ()
 
 
-def advance(scheduler: DecodeScheduler, steps: int, token: int, now: float) -> list[SequenceId]:
-    """Does what the next `steps` steps, at most `plain_steps`, would do if each sampled `token`, which ends no
-    sequence, and the last of them ended at `now`. Returns the sequences."""
-    running = [s for s in scheduler.sequences.values() if s.state is State.RUNNING]
+def advance(scheduler: DecodeScheduler, running: list[Sequence], steps: int, token: int, now: float) -> None:
+    """Does what the next `steps` steps, at most those of `plain_steps`, would do if each sampled `token`, which ends no
+    sequence, and the last of them ended at `now`."""
+    tokens = [token] * steps
     for s in running:
-        end = s.num_tokens + steps - 1
-        more = scheduler.layout.blocks_for(end) - len(s.block_ids)
-        if more > 0:
-            s.block_ids += scheduler.blocks.allocate(more, Holder("sequence", s.id)) or ()
-        s.output += [token] * steps
-        s.num_computed = end
+        s.num_computed = end = s.num_tokens + steps - 1
+        grow(scheduler, s, end)
+        s.output += tokens
         s.next_emit_index, s.last_token_at = len(s.output), now
     scheduler.tokens_generated += steps * len(running)
-    return [s.id for s in running]
+
+
+def advance_to_ends(
+    scheduler: DecodeScheduler, running: list[Sequence], token: int, now: float
+) -> tuple[list[Sequence], list[SequenceId]]:
+    """Does what the next step would do, like `advance`, if some of these sequences end in it by their length. Returns
+    those that were in it, without any that was aborted meanwhile, and the names of those that have ended."""
+    left = [s for s in running if s.state is State.RUNNING]
+    advance(scheduler, left, 1, token, now)
+    ended = [s.id for s in left if len(s.output) >= s.request.max_tokens]
+    for sequence in ended:
+        scheduler.abort(sequence)  # which removes it at once, like its end
+    return left, ended

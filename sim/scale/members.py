@@ -93,8 +93,8 @@ class Members:
         name = flipped.name
         self._since[name] = started_at
         calibration = shape.prefill if role == "prefill" else shape.decode
-        self._join(name, role, flipped.incarnation, calibration)
-        of = name, self._loop, self._owner, calibration, self.layout, self._measured
+        known = self._join(name, role, flipped.incarnation, calibration)
+        of = known, self._loop, self._owner, calibration, self.layout, self._measured
         how: dict[str, Any] = {"prefix_cache": self._prefix_cache, "counted": self._fast and not self._prefix_cache}
         how |= {"host": self._host, "cores": flipped.cores, "kept": flipped.kept}
         worker: PrefillWorker | DecodeWorker
@@ -107,7 +107,7 @@ class Members:
         while cache.enabled and (events := cache.take_events()) is not None:
             self._owner.cached(name, events)
 
-    def _join(self, name: str, role: Role, incarnation: int, calibration: Calibration) -> None:
+    def _join(self, name: str, role: Role, incarnation: int, calibration: Calibration) -> Worker:
         kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
         facts = Compatibility(
             *(PROTOCOL_VERSION, "", False, "float32", "float32", "none", "baton", "gloo", "", "", 1 << 16),
@@ -122,7 +122,7 @@ class Members:
             computes_prompts=role == "decode",
             both_roles=True,
         )
-        self.table.add(join, self._loop.now, FOREVER_S)
+        return self.table.add(join, self._loop.now, FOREVER_S)
 
     def drain_least_busy(self, role: Role) -> bool:
         """Drains the ready worker of a role with the least to do; returns whether there was one."""
@@ -152,7 +152,7 @@ class Members:
         worker = self.prefill[name] if role == "prefill" else self.decode[name]
         if isinstance(worker, DecodeWorker):
             worker.interrupt()
-        if known.running or known.backlog_tokens or worker.scheduler.num_sequences:
+        if known.running or known.backlog_tokens or not worker.idle:
             return None
         worker.scheduler.check_idle()
         if isinstance(worker, DecodeWorker):

@@ -8,14 +8,15 @@ simulator's other modes are for. A request needs a few dozen events, whatever th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from baton.core.blocks import HINT_BYTES, KeyChain
 from baton.core.commands import Role
 from baton.core.errors import BatonError, InvariantError, Unavailable
-from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
+from baton.core.events import KVCacheEvents, Load, PromptCost, SequenceEnded, TokenEvent
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import Dispatcher
@@ -53,8 +54,8 @@ class _Job:
 
 
 class Replay:
-    """Complete state: the loop, the coordinator's dispatcher, the workers with its table of them, the requests that have
-    not ended by their choice, what is parked, when each link is free, and what was measured."""
+    """Complete state: the loop, the coordinator's dispatcher, the workers with its table of them, the requests that
+    have not ended, what is parked, until when links are busy, and what was measured."""
 
     def __init__(self, shape: ClusterShape, rows: Sequence[TraceRow], *, clients: int = 0, fast: bool = True) -> None:
         """`rows` arrive at their times, or with `clients` in a closed loop: each client sends its next request when its
@@ -68,15 +69,13 @@ class Replay:
         self._front = Thread(self.loop, host, shape.front_cores)
         self._client = Thread(self.loop, host, shape.front_cores)
         self._threads = host is not None
-        self.members = Members(
-            *(shape, self.loop, self, self.measured, host), prefix_cache=self._prefixes, fast=fast
-        )
+        self.members = Members(*(shape, self.loop, self, self.measured, host), prefix_cache=self._prefixes, fast=fast)
         self.table, self._prefill, self._decode = self.members.table, self.members.prefill, self.members.decode
         self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens, shape.split)
-        self._jobs: dict[tuple[str, int], _Job] = {}  # by ChoiceId
+        self._jobs: dict[str, _Job] = {}  # by request id: each has one choice
         self._parked: list[_Job] = []
-        self._links: dict[tuple[str, str], float] = {}
-        self._reports_costs = shape.split == "auto"  # else nothing compares the costs of prompts
+        self._links: dict[tuple[str, str], float] = {}  # that may be busy, until when
+        self.compares_costs = shape.split == "auto"  # else nothing compares the costs of prompts
         cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
         for number in range(shape.num_prefill + shape.num_decode):
             role: Role = "prefill" if number < shape.num_prefill else "decode"
@@ -168,7 +167,8 @@ class Replay:
         choice.prefix = self._prefix(choice.request)
         self.dispatcher.enqueue(choice)
         times.placed_at = times.started_at = times.prefilled_at = times.received_at = times.running_at = 0.0
-        self._jobs[choice.name] = _Job(choice, choice.request, times, job.client, last_token_at=job.last_token_at)
+        again = _Job(choice, choice.request, times, job.client, last_token_at=job.last_token_at)
+        self._jobs[choice.request.request_id] = again
         self.measured.rescheduled += 1
 
     @property
@@ -235,7 +235,7 @@ class Replay:
             times.refused = error.code
             self._client_done(job)
             return
-        self._jobs[request.choice_id] = job
+        self._jobs[request.request_id] = job
         self._place()
         self.measured.queued_most = max(self.measured.queued_most, self.dispatcher.num_queued)
 
@@ -249,7 +249,7 @@ class Replay:
     def _place(self) -> None:
         while self.dispatcher.num_queued:
             for choice in self.dispatcher.place():
-                job = self._jobs[choice.name]
+                job = self._jobs[choice.request.request_id]
                 choice.enter(Stage.PREFILL, self.loop.now)  # `place` has counted it
                 job.times.placed_at = self.loop.now
                 if choice.on_decode:
@@ -269,14 +269,14 @@ class Replay:
 
     @property
     def decode_is_full(self) -> bool:
-        return self.dispatcher.role_without_room == "decode"
+        return bool(self.dispatcher.num_queued) and self.dispatcher.role_without_room == "decode"
 
     def _move(self, job: _Job, stage: Stage) -> None:
         job.choice.enter(stage, self.loop.now)
         self.dispatcher.hold(job.choice)
 
     def _job(self, sequence: SequenceId) -> _Job:
-        return self._jobs[sequence[:2]]
+        return self._jobs[sequence.request_id]
 
     # Prefill workers report.
 
@@ -289,8 +289,8 @@ class Replay:
     def progressed(self, worker: PrefillWorker, progress: Progress) -> None:
         job = self._job(progress.sequence_id)
         job.computed, job.times.cached = progress.computed, progress.cached
-        if self._reports_costs:
-            _present(self.table.get(worker.name)).load = Load(prompt_cost=worker.scheduler.prompt_cost)
+        if self.compares_costs:
+            worker.known.load = Load(prompt_cost=worker.scheduler.prompt_cost)
         if progress.first_token is not None:
             job.times.prefilled_at = self.loop.now
             worker.cached += progress.cached
@@ -368,11 +368,14 @@ class Replay:
             self._received(job)
 
     def _received(self, job: _Job) -> None:
-        decode = _present(job.decode)
+        decode, prefill = _present(job.decode), _present(job.prefill)
+        edge, sequence = (prefill.name, decode.name), job.request.sequence_id
+        if self._links.get(edge, 0.0) <= self.loop.now:
+            self._links.pop(edge, None)
         job.times.received_at = self.loop.now
         self.dispatcher.handed_over(job.choice, self.loop.now)
-        decode.received(job.request.sequence_id)
-        _present(job.prefill).release(job.request.sequence_id)
+        decode.received(sequence)
+        prefill.release(sequence)
         self._move(job, Stage.DECODE)
         self._report_load(decode)
         self._place()
@@ -385,21 +388,22 @@ class Replay:
         if job.choice.on_decode:
             job.times.started_at = self.loop.now
 
-    def advanced(self, worker: DecodeWorker, sequences: Sequence[SequenceId], run: Run, steps: int) -> None:
-        gaps, front, now = self.measured.gaps, self.shape.decode.front, run.ends_at(steps)
-        for sequence in sequences:
-            job, more = self._job(sequence), steps
+    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float) -> None:
+        gaps, front = self.measured.gaps, self.shape.decode.front
+        for sequence in run.running:
+            job, more = self._jobs[sequence.request.request_id], steps
             if job.last_token_at < run.began_at:  # its first gap includes its hand-over
-                gaps.add(run.ends_at(1) - job.last_token_at)
-                job.last_token_at, more = run.ends_at(1), steps - 1
+                first_at = run.ends_at(1)
+                gaps.add(first_at - job.last_token_at)
+                job.last_token_at, more = first_at, steps - 1
             if more:
                 gaps.add((now - job.last_token_at) / more, more)
             job.last_token_at = now
-            self._produced(job, job.choice.journal.next_index + steps)
-        self.measured.front_busy_s += front.deliver_cpu_s(steps, steps * len(sequences))
+            self._produced(job, len(job.choice.journal.tokens) + steps)
+        self.measured.front_busy_s += front.deliver_cpu_s(steps, steps * len(run.running))
         self._report_load(worker)
 
-    def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None:
+    def decoded(self, worker: DecodeWorker, tokens: Iterable[TokenEvent], ended: list[SequenceId]) -> None:
         later: list[_Job] = []
         for event in tokens:
             job = self._job(event.sequence)
@@ -413,18 +417,19 @@ class Replay:
                 later.append(job)
         self._report_load(worker)
         self._later_tokens(later)
-        for end in ended:
-            self._end(self._job(end.sequence))
+        for sequence in ended:
+            self._end(self._job(sequence))
         if ended and self._parked:
             self._reassign()
         self._place()
 
     def _report_load(self, worker: DecodeWorker) -> None:
-        scheduler, known = worker.scheduler, _present(self.table.get(worker.name))
-        cost = scheduler.prompt_cost if self._reports_costs else None
-        free, preempted, last = scheduler.blocks.num_free, scheduler.num_preempted, known.load
+        scheduler, known = worker.scheduler, worker.known
+        cost = scheduler.prompt_cost if self.compares_costs else None
+        preempted = scheduler.num_preempted if scheduler.preemptions else 0
+        free, last = scheduler.blocks.num_free, known.load
         if last is None or free != last.blocks_free or preempted != last.preempted or cost != last.prompt_cost:
-            known.load = Load(blocks_free=free, preempted=preempted, prompt_cost=cost)
+            known.load = _load(free, preempted, cost)
 
     def _produced(self, job: _Job, tokens: int) -> None:
         known = job.choice.journal.tokens
@@ -435,7 +440,7 @@ class Replay:
     def _end(self, job: _Job) -> None:
         self._produced(job, job.request.max_tokens)
         self.dispatcher.finish(job.choice)
-        del self._jobs[job.choice.name]
+        del self._jobs[job.request.request_id]
         self._place()
 
     # Tokens on their way to the client.
@@ -505,6 +510,12 @@ def _present(value: T | None) -> T:
     if value is None:
         raise InvariantError("a request or worker of the simulation lacks what its stage needs")
     return value
+
+
+@lru_cache(1 << 16)
+def _load(free: int, preempted: int, cost: PromptCost | None) -> Load:
+    """Returns a worker's report: workers that have equal ones share it."""
+    return Load(blocks_free=free, preempted=preempted, prompt_cost=cost)
 
 
 _prompts: dict[int, tuple[int, ...]] = {}

@@ -47,9 +47,14 @@ class Times:
         """Returns the seconds in each of WAITS, once the request has ended."""
         received = self.received_at or self.prefilled_at
         running = self.running_at or received
-        at = (self.admitted_at, self.placed_at, self.started_at, self.prefilled_at, received, running)
-        ends = (*at[1:], max(self.last_at, running))
-        return tuple(max(0.0, end - start) for start, end in zip(at, ends, strict=True))
+        return (
+            max(0.0, self.placed_at - self.admitted_at),
+            max(0.0, self.started_at - self.placed_at),
+            max(0.0, self.prefilled_at - self.started_at),
+            max(0.0, received - self.prefilled_at),
+            max(0.0, running - received),
+            max(0.0, max(self.last_at, running) - running),
+        )
 
 
 class Gaps:
@@ -61,8 +66,9 @@ class Gaps:
         self.largest_s = 0.0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        self._counts[round(math.log10(max(seconds, _LEAST_GAP_S)) * _PER_DECADE)] += count
-        self.largest_s = max(self.largest_s, seconds)
+        self._counts[round(math.log10(seconds if seconds > _LEAST_GAP_S else _LEAST_GAP_S) * _PER_DECADE)] += count
+        if seconds > self.largest_s:
+            self.largest_s = seconds
 
     def summary(self) -> Summary:
         """Returns the distribution; percentiles are exact to half of a bucket, 0.6 %."""

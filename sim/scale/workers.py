@@ -3,13 +3,14 @@
 A decode worker whose next steps are all alike (`plain_steps`) computes them at once. A sequence that arrives meanwhile
 starts with the next step, so the run ends with the present one. When something else happens before they have ended, the
 worker first does those that have ended until then, and plans the one that computes at that time. So every step begins
-and ends when it would otherwise.
+and ends when it would otherwise. A step in which sequences end by their length is a run of its own, which cannot be
+interrupted: as with any step, what happens meanwhile matters to the next one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 from baton.core.blocks import BlockTable
@@ -18,15 +19,16 @@ from baton.core.events import KVCacheEvents, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SequenceId
-from baton.core.sequence import State
+from baton.core.sequence import Sequence, State
 from baton.core.step import StepOutcome, StepPlan
+from coordinator.policy.pool import Worker
 from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import ModelDrafts
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from prefill.scheduler import PrefillScheduler, Progress
 from sim.loop import Loop, Timer, cancel
-from sim.scale.at_once import admit, advance, plain_steps, running_context
+from sim.scale.at_once import Plain, admit, advance, advance_to_ends, grow, plain_steps
 from sim.scale.costs import Calibration
 from sim.scale.counted_blocks import CountedBlocks
 from sim.scale.host import Host
@@ -50,15 +52,20 @@ class Owner(Protocol):
 
     def cached(self, name: str, events: KVCacheEvents) -> None: ...
 
-    def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None: ...
+    def decoded(self, worker: DecodeWorker, tokens: Iterable[TokenEvent], ended: list[SequenceId]) -> None: ...
 
     @property
     def decode_is_full(self) -> bool:
         """Whether a queued request waits for room at decode workers: then no steps may be computed at once."""
         ...
 
-    def advanced(self, worker: DecodeWorker, sequences: Sequence[SequenceId], run: Run, steps: int) -> None:
-        """Each of these running sequences has generated one token in each of the first `steps` steps of a run."""
+    @property
+    def compares_costs(self) -> bool:
+        """Whether anything depends on the costs of steps as schedulers measure them: then they get each outcome."""
+        ...
+
+    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float) -> None:
+        """The sequences of a run have generated one token in each of its first `steps` steps, which ended at `now`."""
         ...
 
     def running(self, worker: DecodeWorker, sequence: SequenceId) -> None: ...
@@ -98,11 +105,12 @@ class Counts:
 
 
 class PrefillWorker:
-    """Complete state: the scheduler, the sequences that have started, and whether a step is computed."""
+    """Complete state: the scheduler, the sequences that have started, and whether a step is computed. `known` is what
+    the coordinator knows of it."""
 
     def __init__(
         self,
-        name: str,
+        known: Worker,
         loop: Loop,
         owner: Owner,
         calibration: Calibration,
@@ -116,7 +124,7 @@ class PrefillWorker:
         kept: KeptBlocks | None = None,
     ) -> None:
         kind = calibration.prefill_worker
-        self.name, self.costs = name, calibration.prefill
+        self.known, self.name, self.costs = known, known.worker_id, calibration.prefill
         self.scheduler = PrefillScheduler(
             *(layout, kind.blocks, kind.step_tokens),
             prefix_cache=prefix_cache,
@@ -133,6 +141,10 @@ class PrefillWorker:
     def submit(self, request: GenerateRequest) -> None:
         self.scheduler.submit(request, self._loop.now, hand_over=request.max_tokens - len(request.output) > 1)
         self.wake()
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.num_sequences
 
     def release(self, sequence: SequenceId) -> None:
         self.scheduler.release_send(sequence)
@@ -176,13 +188,17 @@ class PrefillWorker:
 
 
 class Run:
-    """Steps that are computed at once: `steps` of `rows` rows from `began_at` on, whose contexts add up to `context` in
-    the first and to `rows` more in each later one."""
+    """Steps that are computed at once: `steps` of the sequences `running` from `began_at` on, whose contexts add up to
+    some number in the first and to one more for each sequence in each later one. In the last one of a run that `ends`,
+    its only one, sequences end."""
 
-    __slots__ = ("began_at", "first_s", "more_s", "rows", "steps", "timer")
+    __slots__ = ("began_at", "ends", "first_s", "more_s", "running", "steps", "timer")
 
-    def __init__(self, began_at: float, first_s: float, more_s: float, rows: int, steps: int) -> None:
-        self.began_at, self.first_s, self.more_s, self.rows, self.steps = began_at, first_s, more_s, rows, steps
+    def __init__(
+        self, began_at: float, first_s: float, more_s: float, running: list[Sequence], steps: int, *, ends: bool = False
+    ) -> None:
+        self.began_at, self.first_s, self.more_s = began_at, first_s, more_s
+        self.running, self.steps, self.ends = running, steps, ends
         self.timer: Timer | None = None
 
     def ends_at(self, step: int) -> float:
@@ -191,7 +207,7 @@ class Run:
 
     def present(self, done: int) -> Run:
         """Returns the step that is computed after `done` steps, as a run of its own."""
-        return Run(self.ends_at(done), self.first_s + done * self.more_s, self.more_s, self.rows, 1)
+        return Run(self.ends_at(done), self.first_s + done * self.more_s, self.more_s, self.running, 1)
 
     def ended_by(self, now: float) -> int:
         """Returns how many steps have ended at `now`."""
@@ -211,11 +227,12 @@ class Run:
 
 class DecodeWorker:
     """Complete state: the scheduler, the sequences that have not run yet, and the outstanding step, or the run of steps
-    that are computed at once, with the blocks that were reserved since it began (at most `_spare`)."""
+    that are computed at once, with the blocks that were reserved since it began (at most `_spare`). `known` is what the
+    coordinator knows of it."""
 
     def __init__(
         self,
-        name: str,
+        known: Worker,
         loop: Loop,
         owner: Owner,
         calibration: Calibration,
@@ -230,7 +247,8 @@ class DecodeWorker:
         kept: KeptBlocks | None = None,
     ) -> None:
         kind = calibration.decode_worker
-        self.name, self.costs, self._prompts = name, calibration.decode, calibration.prefill
+        self.known, self.name = known, known.worker_id
+        self.costs, self._prompts = calibration.decode, calibration.prefill
         speculation = _speculation(calibration, layout)
         running = kind.max_running or 1 << 20
         self.scheduler = DecodeScheduler(
@@ -245,8 +263,13 @@ class DecodeWorker:
         self._at_once = at_once and not self.core.shared
         self._busy = False
         self._run: Run | None = None
-        self._spare, self._reserved = kind.blocks // ROOM_SHARE // 2, 0
+        self._leave = kind.blocks // ROOM_SHARE
+        self._spare, self._reserved = self._leave // 2, 0
         self._new: set[SequenceId] = set()
+
+    @property
+    def idle(self) -> bool:
+        return not (self._busy or self._run is not None or self.scheduler.num_sequences)
 
     def reserve(self, request: GenerateRequest) -> int:
         """Returns how many positions are in the prefix cache. Raises Unavailable if blocks are short."""
@@ -273,7 +296,8 @@ class DecodeWorker:
         self.wake()
 
     def received(self, sequence: SequenceId) -> None:
-        if (run := self._run) is not None and (done := run.ended_by(self._loop.now)) < run.steps - 1:
+        run = self._run
+        if run is not None and run.steps > 1 and (done := run.ended_by(self._loop.now)) < run.steps - 1:
             cancel(run.timer)
             self._advance(run, done)
             self._run_from(run.present(done))
@@ -282,10 +306,10 @@ class DecodeWorker:
         self.wake()
 
     def interrupt(self) -> bool:
-        """Brings the scheduler to the present: nothing may be asked of it, or changed in it, in the middle of a run.
-        Returns whether there was one."""
+        """Brings the scheduler to the present: nothing may be asked of it, or changed in it, in the middle of a run of
+        several steps. Returns whether there was one."""
         run, now = self._run, self._loop.now
-        if run is None:
+        if run is None or run.ends:
             return False
         self._run = None
         cancel(run.timer)
@@ -302,17 +326,17 @@ class DecodeWorker:
         return True
 
     def wake(self) -> None:
-        if self._busy or self._run is not None or not self._generating():
+        if self._busy or self._run is not None:
             return
         now = self._loop.now
-        leave = self.scheduler.blocks.num_blocks // ROOM_SHARE
         if self._at_once and not self._owner.decode_is_full:
             if self._new:
                 admit(self.scheduler, now)
-            if steps := plain_steps(self.scheduler, leave):
-                self._begin_run(steps, now)
+            plain = plain_steps(self.scheduler, self._leave)
+            if plain is not None and (plain.steps or not self._owner.compares_costs):
+                self._begin_run(plain, now)
                 return
-        plan = self.scheduler.begin_step(now)
+        plan = self.scheduler.begin_step(now) if self._generating() else None
         if plan is None:
             return
         seconds = self._computing(plan)
@@ -344,14 +368,21 @@ class DecodeWorker:
     def _generating(self) -> bool:
         return any(s.state is not State.RECEIVING for s in self.scheduler.sequences.values())
 
-    def _begin_run(self, steps: int, now: float) -> None:
-        rows, context = running_context(self.scheduler)
-        first_s = self.costs.plain_s(rows, context) + self.costs.idle_s
+    def _begin_run(self, plain: Plain, now: float) -> None:
+        rows, ends = len(plain.running), not plain.steps
+        seconds = self.costs.plain_s(rows, plain.context)
         self._reserved = 0
-        self._run_from(Run(now, first_s, self.costs.context_s * rows, rows, steps))
-        for sequence in [s for s in self._new if self.scheduler.sequences[s].state is State.RUNNING]:
-            self._new.discard(sequence)
-            self._owner.running(self, sequence)
+        if ends:
+            for sequence in plain.running:
+                grow(self.scheduler, sequence, sequence.num_tokens)
+            self._measured.decode_busy_s += seconds
+            self.counts.add(1, seconds, rows)
+        first_s, more_s = seconds + self.costs.idle_s, self.costs.context_s * rows
+        self._run_from(Run(now, first_s, more_s, plain.running, plain.steps or 1, ends=ends))
+        if self._new:
+            for name in [s for s in self._new if self.scheduler.sequences[s].state is State.RUNNING]:
+                self._new.discard(name)
+                self._owner.running(self, name)
 
     def _run_from(self, run: Run) -> None:
         self._run = run
@@ -361,16 +392,27 @@ class DecodeWorker:
         run, self._run = self._run, None
         if run is None:
             raise InvariantError(f"{self.name} has no run that could end")
-        self._advance(run, run.steps)
+        if run.ends:
+            self._end(run)
+        else:
+            self._advance(run, run.steps)
         self.wake()
+
+    def _end(self, run: Run) -> None:
+        self._measured.steps += 1
+        computed, ended = advance_to_ends(self.scheduler, run.running, TOKEN, self._loop.now)
+        self._report_cached()
+        tokens = [TokenEvent(s.id, len(s.output) - 1, (TOKEN,)) for s in computed]
+        self._owner.decoded(self, tokens, ended)
 
     def _advance(self, run: Run, steps: int) -> None:
         if steps:
             ended_at = run.ends_at(steps)
-            self._owner.advanced(self, advance(self.scheduler, steps, TOKEN, ended_at), run, steps)
+            advance(self.scheduler, run.running, steps, TOKEN, ended_at)
+            self._owner.advanced(self, run, steps, ended_at)
             seconds = ended_at - run.began_at - self.costs.idle_s * steps
             self._measured.decode_busy_s += seconds
-            self.counts.add(steps, seconds, steps * run.rows)
+            self.counts.add(steps, seconds, steps * len(run.running))
             self._measured.steps += steps
             self._measured.steps_at_once += steps
 
@@ -387,10 +429,13 @@ class DecodeWorker:
         else:
             outcome = StepOutcome(plan.step_id, sampled, seconds)
         result = self.scheduler.finish_step(outcome, self._loop.now)
+        self._report_cached()
+        self._owner.decoded(self, result.tokens, [ended.sequence for ended in result.ended])
+        self.wake()
+
+    def _report_cached(self) -> None:
         if self.scheduler.cache.enabled and (events := self.scheduler.cache.take_events()) is not None:
             self._owner.cached(self.name, events)
-        self._owner.decoded(self, result.tokens, result.ended)
-        self.wake()
 
 
 def _blocks(num_blocks: int, counted: bool) -> BlockTable | None:

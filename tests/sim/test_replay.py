@@ -45,6 +45,7 @@ def test_one_request_takes_what_its_parts_cost() -> None:
         pytest.param(shape(2, 2), even(50, 0.05, 6000, 30), id="prompts of several steps"),
         pytest.param(shape(), [TraceRow(i / 9, 20, 1 + i % 2) for i in range(30)], id="short outputs"),
         pytest.param(replace(shape(0, 2), split="never"), even(60, 0.05, 900, 30), id="prompts on decode"),
+        pytest.param(replace(shape(0), split="never"), [TraceRow(0.0, 513, 11)], id="a prompt's last token alone"),
         pytest.param(shape(3, 9), scaled(first_seconds(read_trace(trace_path("azure-conv")), 40), 3, 1), id="trace"),
     ],
 )
@@ -57,6 +58,25 @@ def test_steps_at_once_equal_steps_one_by_one(cluster: ClusterShape, rows: list[
     assert (fast.steps, fast.preemptions, fast.itl.count) == (slow.steps, slow.preemptions, slow.itl.count)
     assert fast.decode_utilisation == pytest.approx(slow.decode_utilisation, rel=1e-6)
     assert fast.itl.p99 == pytest.approx(slow.itl.p99, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rows"),
+    [
+        pytest.param(shape(2, 3), even(300, 0.02, 500, 80), id="several workers"),
+        pytest.param(shape(max_running=4), even(60, 0.03), id="more than run at once"),
+        pytest.param(SHORT_BLOCKS, UNEVEN, id="few blocks"),
+        pytest.param(shape(), [TraceRow(i / 9, 20, 1 + i % 2) for i in range(30)], id="short outputs"),
+        pytest.param(shape(2, 2), [TraceRow(i / 5, 1024, 40, (0, i)) for i in range(30)], id="prefixes"),
+    ],
+)
+def test_ends_without_planning_equal_planned_ones(cluster: ClusterShape, rows: list[TraceRow]) -> None:
+    """To the last bit. Planned as in a replay that compares the costs of prompts."""
+    short, planned = Replay(cluster, rows), Replay(cluster, rows)
+    planned.compares_costs = True
+    assert short.run(SLO) == planned.run(SLO)
+    assert short.measured.times == planned.measured.times
+    assert short.measured.gaps.summary() == planned.measured.gaps.summary()
 
 
 def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
