@@ -83,7 +83,8 @@ async def with_schema(client: Client, seed: int) -> object:
 
 
 async def with_tool(client: Client, seed: int) -> object:
-    (call,) = (await chat(client, seed, tools=[TOOL], tool_choice="required"))["tool_calls"]
+    fields = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = (await chat(client, seed, **fields))["tool_calls"]
     return call["function"]
 
 
