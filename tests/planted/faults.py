@@ -342,12 +342,7 @@ FAULTS = (
     Fault(OVERTAKING, "min(self.below, below)", "-inf", T_OVERTAKING),
     Fault(OVERTAKING, "mine.priority == self.priority and ", "", T_OVERTAKING),
     Fault(DISPATCH, "if choice.prompt_charged or not computes or", "if", T_OVERTAKING),
-    Fault(
-        DISPATCH,
-        "0 if stage is Stage.DECODE else blocks,",
-        "blocks,",
-        T_DISPATCH,
-    ),
+    Fault(DISPATCH, "blocks = 0 if stage is Stage.DECODE else ", "blocks = ", T_DISPATCH),
     Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
     Fault(POOL, "        return holders[::-1]\n", "        return holders\n", T_PICK),
     Fault(
@@ -359,7 +354,7 @@ FAULTS = (
     Fault(FAIR_QUEUE, "self.tokens += tokens", "self.tokens += abs(tokens)", T_DISPATCH),
     # Classes.
     Fault(DISPATCH, "continues(before, facts) is None]", "True]", T_CLASSES),
-    Fault(DISPATCH, "if all(pool.capacity() for pool in self._pools(choice, each))]", "if each.workers]", T_CLASSES),
+    Fault(DISPATCH, "if all(map(Pool.capacity, self._pools(choice, each)))]", "if each.workers]", T_CLASSES),
     Fault(DISPATCH, "return min(sides), max(sides)", "return max(sides), min(sides)", T_CLASSES),
     # Where prompts are computed.
     Fault(
@@ -386,7 +381,7 @@ FAULTS = (
     Fault(
         WORKERS, "            self._left[worker_id] = incarnation\n", "", "tests/coordinator/test_cluster_membership.py"
     ),
-    Fault(POOL, "return 0 if load.preempted else", "return", T_DISPATCH),
+    Fault(POOL, "room = 0 if load.preempted else", "room =", T_DISPATCH),
     # Tokens.
     Fault("coordinator/policy/choice.py", "if known is not None and known != token:", "if False:", T_JOURNAL),
     Fault(CHOICE, "        self.journal.drop_held()\n", "", T_JOURNAL),
