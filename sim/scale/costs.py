@@ -248,8 +248,9 @@ def _build(of: type, source: object, name: str) -> Any:
 
 
 def _beyond(source: object, name: str) -> tuple[tuple[int, float], ...]:
-    sequence = list | tuple
-    if not isinstance(source, sequence) or any(not isinstance(pair, sequence) or len(pair) != 2 for pair in source):
+    if not isinstance(source, list | tuple) or any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in source
+    ):
         raise InvalidRequest(f"{name}: must be pairs of rows and seconds, not {source!r:.40}", param=name)
     pairs = tuple((int(_number(rows, name, whole=True)), _number(seconds, name)) for rows, seconds in source)
     if any(later <= earlier for (earlier, _), (later, _) in itertools.pairwise(((0, 0.0), *pairs))):
