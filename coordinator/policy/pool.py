@@ -356,9 +356,8 @@ class Pool:
         self.index = CachedIndex()
         self.grown = True  # a worker gained room or blocks, joined, left or changed state since `place` had no room
         self.block_sizes: set[int] = set()
-        self.most_blocks: dict[
-            int, Worker
-        ] = {}  # by block size, one with the longest steps, whose `blocks_for` are the most
+        # By block size, one with the longest steps, whose `blocks_for` are the most.
+        self.most_blocks: dict[int, Worker] = {}
         # The least and greatest `max_model_len` of the workers that do not drain, or of the last ones that did not.
         self.lengths: tuple[int, int] | None = None
         self._slots: list[Worker | None] = []  # by bit in the index
