@@ -1,7 +1,7 @@
 """Where the number of workers is fixed: which one changes its role. Pure.
 
 What counts is how many workers each role keeps busy now (`Sizing.busy`), not the sizes that the law would choose: those
-are rounded up for waits that more workers would shorten, and held for some time after the load has gone, which costs
+are rounded up for waits that more workers would shorten, and held for some time after the load has fallen, which costs
 the other role a worker here. A flip is undone in a second, so it follows the present."""
 
 from __future__ import annotations
