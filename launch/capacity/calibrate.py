@@ -226,7 +226,9 @@ def _decode_steps(
     fitted = DecodeCosts(
         row_s=beyond[0][1], token_s=prefill.token_s, accepted=accepted, beyond=beyond[1:], **coefficients
     )
-    if not drafted:
+    # On a shared host the time between two tokens includes what coordinator and client compute on the worker's core,
+    # which their own costs are for; the worker itself never waits.
+    if not drafted and not shared_host:
         lone = [s for s in alone if s.load.concurrency == 1]
         idle = [_period_s(s) - fitted.plain_s(1, s.context / s.decode.steps) for s in lone]
         fitted = replace(fitted, idle_s=max(0.0, percentile(sorted(idle), 50)))

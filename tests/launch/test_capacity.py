@@ -21,6 +21,9 @@ from launch.capacity.command import plan_command, read_calibration, simulate_com
 from launch.capacity.loads import ClosedLoop, RoleCounters, Sample, cpu_seconds
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
+from sim.scale.members import ClusterShape
+from sim.scale.replay import Replay
+from sim.trace import TraceRow
 from tests.support.scale import CALIBRATION
 
 LINK = replace(CALIBRATION.link, send_s=2e-3, send_token_s=1e-6, receive_s=1e-3, receive_token_s=2e-6, offer_s=5e-4)
@@ -38,8 +41,9 @@ IDLE_S = 1e-4
 LIMITS = LoadLimits(max_model_len=4096, step_tokens=512, max_running=64)
 
 
-def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool) -> Sample:
-    """What a cluster with these costs shows under a load, without chance. A batch runs whole from its first step on."""
+def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool, beside_s: float = 0.0) -> Sample:
+    """What a cluster with these costs shows under a load, without chance. A batch runs whole from its first step on.
+    On the decode worker's core, others compute for `beside_s` in each of its steps."""
     prefill, decode, link, front = kind.prefill, kind.decode, kind.link, kind.front
     tokens, n = load.input_len, load.requests
     rows = -(-tokens // 512) * n
@@ -57,7 +61,7 @@ def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool) -> Sample:
         gap_s += link.send_s + link.receive_s + (link.send_token_s + link.receive_token_s) * tokens
     offer_s = link.offer_s if shared_host and handed else 0.0
     ttft_s = front.request_s + (step_s + (0.0 if shared_host else steps * IDLE_S)) / n + offer_s
-    step = decode.plain_s(1, tokens + 1)
+    step = decode.plain_s(1, tokens + 1) + beside_s
     arrivals = [ttft_s, *(ttft_s + gap_s + i * step for i in range(load.output_len - 1))]
     record = RequestRecord(0.0, tuple(arrivals), arrivals[-1], arrivals[-1], tokens, 0, load.output_len)
     messages = steps + rounds * batches
@@ -105,6 +109,19 @@ def test_what_does_not_fit_between_two_tokens_is_done_at_the_offer() -> None:
     fitted = costs(given, LIMITS.step_tokens, shared_host=True).link
     assert (fitted.accept_s, fitted.receive_s) == pytest.approx((6e-4, 1e-3), rel=0.05)
     assert fitted.latency_s == pytest.approx(1e-5, rel=0.1)
+
+
+def test_a_replayed_stream_beside_coordinator_and_client_is_as_fast_as_the_measured_one() -> None:
+    """On one core: what they compute for a token is in the measured times, and in their own costs."""
+    front = replace(FRONT, message_cpu_s=2e-3, client_message_cpu_s=1e-3)
+    beside_s = front.deliver_cpu_s(1, 1) + front.read_cpu_s(1, 1)
+    kind = replace(TRUE, front=front)
+    given = [sample(load, kind, shared_host=True, beside_s=beside_s) for load in loads(LIMITS)]
+    found = costs(given, LIMITS.step_tokens, shared_host=True)
+    fitted = replace(kind, prefill=found.prefill, decode=found.decode, link=found.link, front=found.front)
+    cluster = ClusterShape(fitted, 1, fitted, 1, cores=((1,), (0,)), host_cores=2, front_cores=(0,))
+    itl_s = Replay(cluster, [TraceRow(0.0, 32, 97)]).run().itl.p50
+    assert itl_s == pytest.approx(kind.decode.plain_s(1, 33) + beside_s, rel=0.02)
 
 
 def test_loads_stay_within_the_limits_of_the_cluster() -> None:
