@@ -82,6 +82,7 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
     with cluster(
         "builtin",
         draft="none",
+        forked=False,
         env={"BATON_API_KEY": f"{GIVEN} {SHORT}"},
         api_key_file=keys,
         allowed_origins="*",  # for clients, which have keys; not for the operators' port

@@ -37,7 +37,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    with cluster("auto", dtype="float32") as started:
+    with cluster("auto", dtype="float32", forked=False) as started:
         yield started
 
 

@@ -1,0 +1,299 @@
+"""Processes of a cluster as forks of one process that has imported torch and transformers, which would take each of
+them 1.4 s of processor time, or 3 s.
+
+    process = ForkedProcess([sys.executable, "-m", "launch.cli", "up", ...], stdout=file, env=environment)
+
+A fork differs from a process started with exec in what it has imported, and in nothing else that a test can see: it has
+its own command line and environment, also in /proc, the file descriptors, signal handlers and session that Popen gives
+a process, its parent, and the exit codes of `python -m` (tests/tools/test_forks.py compares both). Its own children are
+forked, too, if they run one of `MODULES`: the coordinator, for example, is not.
+
+A server forks, since a test process has threads. An intermediate process ends at once, so that the kernel gives its
+child to the process that asked for it, which waits for it as for any other child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch.child import Child
+
+ROOT = Path(__file__).parents[2]
+MODULES = frozenset({"launch.cli", "launch.agent", "prefill", "decode"}) | {
+    f"tests.support.{name}" for name in ("fault_up", "fault_worker", "process_facts")
+}
+IMPORTED = (
+    *("torch", "baton.runtime.worker_ranks", "baton.runtime.health", "prefill.worker", "decode.worker"),
+    *("decode.speculation.draft_model", "baton.engine.transformers_model", "launch.agent", "launch.cli", "launch.up"),
+)
+START_S = 120.0
+ROOM_VARIABLE = "BATON_TEST_ROOM"
+_COMMAND_ROOM, _ENVIRONMENT_ROOM = 16 << 10, 64 << 10
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run, and what Popen was asked for."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    cwd: str
+    new_session: bool
+
+
+def may_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a process may be forked: it runs one of `MODULES`, without code of a test's own."""
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    own = [path for path in paths if path and path not in sys.path and Path(path) != ROOT]
+    return sys.platform == "linux" and tuple(command[:2]) == (sys.executable, "-m") and command[2] in MODULES and not own
+
+
+class ForkedProcess(subprocess.Popen[bytes]):
+    """A Popen whose process is forked by the server of this test process, and is a child of it as any other."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *given: Any) -> None:
+        assert preexec_fn is None and not _Given(*given).pass_fds, "a server cannot do that"
+        _start(self, args, _Given(*given), _server().start)
+
+
+class _Given(NamedTuple):
+    """The arguments of Popen._execute_child from the fifth on."""
+
+    pass_fds: Any
+    cwd: Any
+    env: Any
+    startupinfo: Any
+    creationflags: Any
+    shell: Any
+    p2cread: int
+    p2cwrite: int
+    c2pread: int
+    c2pwrite: int
+    errread: int
+    errwrite: int
+    restore_signals: Any
+    gid: Any
+    gids: Any
+    uid: Any
+    umask: Any
+    start_new_session: bool
+    process_group: Any
+
+
+def fork_children() -> None:
+    """From now on this process and its forks fork what they start, as far as it runs `MODULES`."""
+    by_exec: Any = Child._execute_child
+
+    def execute_child(child: Child, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *given: Any) -> None:
+        asked = _Given(*given)
+        if may_fork(args, asked.env):
+            _start(child, args, asked, lambda order, standard: fork(order, standard, asked.pass_fds, preexec_fn))
+        else:
+            by_exec(child, args, executable, preexec_fn, close_fds, *given)
+
+    Child._execute_child = execute_child  # type: ignore[method-assign]
+
+
+def _start(process: Any, args: Any, given: _Given, start: Callable[[Order, Sequence[int]], int]) -> None:
+    order = Order(list(args), dict(given.env or os.environ), os.path.abspath(given.cwd or "."), given.start_new_session)
+    process.pid = start(order, (given.p2cread, given.c2pwrite, given.errwrite))
+    process._child_created = True
+    process._close_pipe_fds(*given[6:12])
+
+
+def fork(order: Order, standard: Sequence[int], keep: Collection[int], before: Callable[[], None] | None) -> int:
+    """Returns the pid of a fork that runs `order`. `standard` has its stdin, stdout and stderr (-1: those of this
+    process), `keep` the other file descriptors that it inherits; it calls `before` first."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a handler of this process is not run
+    if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        return pid
+    code = 255
+    try:
+        gc.freeze()  # nothing of this process is collected in the fork: it would close file descriptors
+        atexit._clear()
+        _become(order, standard, keep, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        code = _run(order.command)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _become(order: Order, standard: Sequence[int], keep: Collection[int], before: Callable[[], None] | None) -> None:
+    if before is not None:
+        before()
+    if order.new_session:
+        os.setsid()
+    os.chdir(order.cwd)
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 3) if file >= 0 else -1 for file in standard]
+    for number, copy in enumerate(copies):
+        if copy >= 0:
+            os.dup2(copy, number)
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file > 2 and file not in keep:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(file)
+    for file in keep:
+        os.set_inheritable(file, True)
+    os.environ.clear()  # so that nothing refers to the strings in the memory that /proc shows
+    os.environ.update(order.environment)
+    unbuffered = bool(order.environment.get("PYTHONUNBUFFERED"))
+    sys.stdout = sys.__stdout__ = _output(1, sys.stdout, unbuffered)
+    sys.stderr = sys.__stderr__ = _output(2, sys.stderr, unbuffered)
+    _show(order)
+
+
+def _output(file: int, like: Any, unbuffered: bool) -> io.TextIOWrapper:
+    raw = open(file, "wb", 0 if unbuffered else -1, closefd=False)
+    line_buffering = not unbuffered and (file == 2 or raw.isatty())
+    return io.TextIOWrapper(
+        raw, like.encoding, like.errors, "\n", line_buffering=line_buffering, write_through=unbuffered
+    )
+
+
+def _show(order: Order) -> None:
+    """Writes the command line and the environment where /proc shows them, as setproctitle does."""
+    areas = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
+    environment = [f"{name}={value}" for name, value in order.environment.items()]
+    for start, end, words in ((*areas[:2], order.command), (*areas[2:], environment)):
+        data = b"".join(os.fsencode(word) + b"\0" for word in words)
+        assert len(data) <= end - start, f"{len(data)} bytes do not fit into {end - start}"
+        ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Runs `python -m module ...`; returns its exit code."""
+    spec = importlib.util.find_spec(command[2])
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{command[2]}.__main__")
+    assert spec is not None and spec.origin is not None
+    loader: Any = spec.loader
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__spec__=spec, __file__=spec.origin, __package__=spec.parent, __loader__=loader)
+    sys.modules["__main__"] = main
+    sys.argv, sys.orig_argv = [spec.origin, *command[3:]], list(command)
+    code = 0
+    try:
+        exec(loader.get_code(spec.name), main.__dict__)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if e.code is not None and not isinstance(e.code, int):
+            print(e.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code & 0xFF
+
+
+class _Server:
+    """The client of the server, in a test process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_S)
+        environment = {**os.environ, ROOM_VARIABLE: "x" * _ENVIRONMENT_ROOM}
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), "x" * _COMMAND_ROOM]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL
+            )
+
+    def start(self, order: Order, standard: Sequence[int]) -> int:
+        files = [number if file < 0 else file for number, file in enumerate(standard)]
+        process = ctypes.CDLL(None)
+        with self._lock:
+            process.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._control, [json.dumps(asdict(order)).encode()], files)
+                pid = int(self._control.recv(32) or b"0")
+            finally:
+                process.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if not pid:
+            raise OSError("the server that forks has ended, or could not")
+        return pid
+
+
+@cache
+def _server() -> _Server:
+    """The server of this test process, which its first fork starts."""
+    return _Server()
+
+
+def serve(control: socket.socket) -> None:
+    """Forks what is asked for, until the test process ends."""
+    gc.disable()
+    os.environ.pop(ROOM_VARIABLE)
+    given = dict(os.environ)
+    os.environ.clear()  # libraries may keep pointers to its strings, which are not to be those that /proc shows
+    os.environ.update(given)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    fork_children()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    while True:
+        message, files, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        if not message:
+            return
+        order = Order(**json.loads(message))
+        reader, writer = os.pipe()
+        if not (middle := os.fork()):
+            ours = os.getpid()
+            pid = fork(order, files, (), lambda: _await_end(ours))
+            os.write(writer, str(pid).encode())
+            os._exit(0)
+        for file in (writer, *files):
+            os.close(file)
+        os.waitpid(middle, 0)
+        control.send(os.read(reader, 32) or b"0")
+        os.close(reader)
+
+
+def _await_end(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
