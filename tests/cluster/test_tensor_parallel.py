@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import oracle
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
+from tests.support.forks import start
 from tests.support.launchers import find_box
 from tests.support.limits import HANG_S, Stall
 from tests.support.processes import has_exited, listening
@@ -79,7 +80,7 @@ class Jobs:
 
     def _start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
         with (self.where / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, env=ENVIRONMENT)
+            process = start([sys.executable, *words], stdout=log, stderr=log, env=ENVIRONMENT)
         self.running[name] = process
         return process
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support import forks
 from tests.support.checkpoints import make_checkpoint
 from tests.support.launchers import find_box
 from tests.support.topologies import free_ports, loopback_topology
@@ -26,7 +27,7 @@ UP = (sys.executable, "-m", "launch.cli", "up", "--topology")
 def start(topology: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
     with out.open("wb") as file:
         words = [*UP, str(topology), "--run-dir", str(out.with_suffix("")), *flags]
-        return subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return forks.start(words, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def until(condition, what: str, *outputs: Path) -> None:

@@ -1,5 +1,5 @@
-"""A whole cluster for a test, started the way a user starts it: `baton up` as a subprocess; its processes are forked, if
-they can be (tests/support/forks.py).
+"""A whole cluster for a test, started the way a user starts it: `baton up` as a subprocess; its processes are forked
+where they can be (tests/support/forks.py).
 
     with cluster(model_dir, exact=True, prefill=2) as running:
         httpx.get(running.url + "/ready")
@@ -28,7 +28,7 @@ from typing import Any
 
 from baton.core.errors import StartupError
 from launch.cluster_api import get_cluster
-from tests.support.forks import ForkedProcess, may_fork
+from tests.support.forks import start
 
 MARKER = "BATON_TEST_CLUSTER"
 READY_TIMEOUT_S = 150.0
@@ -140,8 +140,8 @@ def start_cluster(
     forked: bool = True,
     **flags: object,
 ) -> Cluster:
-    """Starts `baton up` without waiting; call `wait_ready`, and `stop` at the end. If not `forked`, each process imports
-    what it needs."""
+    """Starts `baton up` without waiting; call `wait_ready`, and `stop` at the end. Unless `forked`, each process
+    imports what it needs."""
     run_dir.mkdir(parents=True, exist_ok=True)
     output, marker = run_dir / "up.out", uuid.uuid4().hex
     settings = {"port": 0, "grpc_port": 0, "drain_timeout_s": 10.0, "batches": "data_dir" in flags, **flags}
@@ -150,9 +150,8 @@ def start_cluster(
         flag = name.replace("_", "-")
         command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     environment = {**os.environ, **(env or {}), MARKER: marker}
-    start = ForkedProcess if forked and may_fork(command, environment) else subprocess.Popen
     with output.open("wb") as file:
-        process = start(
+        process = (start if forked else subprocess.Popen)(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,

@@ -34,7 +34,7 @@ import traceback
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from launch.child import Child
 
 ROOT = Path(__file__).parents[2]
 MODULES = frozenset({"launch.cli", "launch.agent", "prefill", "decode"}) | {
-    f"tests.support.{name}" for name in ("fault_up", "fault_worker", "process_facts")
+    f"tests.support.{name}" for name in ("fault_up", "fault_worker", "process_facts", "versioned")
 }
 IMPORTED = (
     *("torch", "baton.runtime.worker_ranks", "baton.runtime.health", "prefill.worker", "decode.worker"),
@@ -68,7 +68,14 @@ def may_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a process may be forked: it runs one of `MODULES`, without code of a test's own."""
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     own = [path for path in paths if path and path not in sys.path and Path(path) != ROOT]
-    return sys.platform == "linux" and tuple(command[:2]) == (sys.executable, "-m") and command[2] in MODULES and not own
+    runs = tuple(command[:2]) == (sys.executable, "-m") and command[2] in MODULES
+    return sys.platform == "linux" and runs and not own
+
+
+def start(command: Sequence[str], *, env: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a process as Popen does, forked if it may be."""
+    popen = ForkedProcess if may_fork(command, env) else subprocess.Popen
+    return popen(command, env=env, **options)
 
 
 class ForkedProcess(subprocess.Popen[bytes]):
@@ -179,7 +186,7 @@ def _become(order: Order, standard: Sequence[int], keep: Collection[int], before
 
 
 def _output(file: int, like: Any, unbuffered: bool) -> io.TextIOWrapper:
-    raw = open(file, "wb", 0 if unbuffered else -1, closefd=False)
+    raw = open(file, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
     line_buffering = not unbuffered and (file == 2 or raw.isatty())
     return io.TextIOWrapper(
         raw, like.encoding, like.errors, "\n", line_buffering=line_buffering, write_through=unbuffered
@@ -279,8 +286,7 @@ def serve(control: socket.socket) -> None:
         order = Order(**json.loads(message))
         reader, writer = os.pipe()
         if not (middle := os.fork()):
-            ours = os.getpid()
-            pid = fork(order, files, (), lambda: _await_end(ours))
+            pid = fork(order, files, (), partial(_await_end, os.getpid()))
             os.write(writer, str(pid).encode())
             os._exit(0)
         for file in (writer, *files):

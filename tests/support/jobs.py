@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.runtime.process import children
-from tests.support.forks import ForkedProcess, may_fork
+from tests.support.forks import start
 
 AGENT = ("-m", "launch.agent")
 
@@ -72,9 +72,7 @@ class Workers:
         log = self._where / f"{name}-{len(self.jobs)}.log"
         with log.open("wb") as file:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, *words]
-            start = ForkedProcess if may_fork(command, environment) else subprocess.Popen
-            process = start(command, stdout=file, stderr=file, env=environment)
+            process = start([sys.executable, *words], stdout=file, stderr=file, env=environment)
         self.jobs[name] = job = WorkerJob(name, process, log)
         return job
 

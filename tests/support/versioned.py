@@ -34,7 +34,9 @@ def main(module: str) -> None:
     from baton.core import compatibility
 
     version = int(Path(os.environ[VARIABLE]).read_text())
-    compatibility.PROTOCOL_VERSION = version
+    for name, imported in [*sys.modules.items()]:  # in a fork, some have the usual version from there
+        if name.startswith("baton.") and "PROTOCOL_VERSION" in vars(imported):
+            imported.PROTOCOL_VERSION = version  # type: ignore[attr-defined]
     compatibility.SERVED_VERSIONS = range(version - 1, version + 2)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
