@@ -24,7 +24,7 @@ from tests.support.processes import listening
 from tests.support.scale import CALIBRATION
 
 ROOT = Path(__file__).parents[2]
-FAKE_UP = (sys.executable, str(Path(__file__).parent / "fakes" / "up.py"))
+FAKE_UP = (sys.executable, "-m", "tests.launch.fakes.up")
 
 
 @pytest.fixture
@@ -118,14 +118,14 @@ ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 def test_paths_outside_ascii_work_in_a_locale_without_them(start, tmp_path: Path, model: Path) -> None:
     (tmp_path / "möde").mkdir()
-    cluster = wait_ready(start(env=ASCII, model=model.rename(tmp_path / "möde" / "m")))
+    cluster = wait_ready(start(env=ASCII, forked=False, model=model.rename(tmp_path / "möde" / "m")))
     assert "möde/m" in (cluster.run_dir / "decode-0.log").read_text(encoding="utf-8")
     cluster.stop()
 
 
 def test_a_path_of_a_file_that_the_locale_cannot_express_is_a_one_line_error(start, tmp_path: Path) -> None:
     (tmp_path / "up.toml").write_text('api_key_file = "/tmp/ünï"\n', encoding="utf-8")
-    lines = ended(start(env=ASCII, config=tmp_path / "up.toml"), expect=3)
+    lines = ended(start(env=ASCII, forked=False, config=tmp_path / "up.toml"), expect=3)
     assert lines[-1:] == [
         "error: this locale's encoding, ascii, lacks characters of '/tmp/\\xfcn\\xef'; set LC_ALL=C.UTF-8"
     ]

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from launch.child import Child
 
 ROOT = Path(__file__).parents[2]
-MODULES = frozenset({"launch.cli", "launch.agent", "prefill", "decode"}) | {
+MODULES = frozenset({"launch.cli", "launch.agent", "prefill", "decode", "tests.launch.fakes.up"}) | {
     f"tests.support.{name}" for name in ("fault_up", "fault_worker", "process_facts", "versioned")
 }
 IMPORTED = (
@@ -238,7 +238,8 @@ class _Server:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_S)
-        environment = {**os.environ, ROOM_VARIABLE: "x" * _ENVIRONMENT_ROOM}
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": paths, ROOM_VARIABLE: "x" * _ENVIRONMENT_ROOM}
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), "x" * _COMMAND_ROOM]
             self._process = subprocess.Popen(
