@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import shutil
 import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
-from baton.engine.kernels import build, native
+from baton.engine.kernels import native
 from baton.engine.kernels.build import can_compile
 from baton.engine.kernels.native import Kernels
+from tests.support import emulated_tiles
 
 EMULATED = "amx, emulated"
 OTHER_ORDER = "amx, emulated in another order"
-_HEADER = Path(__file__).with_name("tiles_emulated.h")
 
 needs_emulation = pytest.mark.skipif(not can_compile("avx512_bf16"), reason="no avx512_bf16, or no compiler")
 emulated_kind = pytest.param(EMULATED, torch.bfloat16, marks=needs_emulation, id=EMULATED)
@@ -27,14 +25,12 @@ emulated_kind = pytest.param(EMULATED, torch.bfloat16, marks=needs_emulation, id
 @cache
 def emulated(*, other_order: bool = False) -> Kernels:
     """Compiles and loads kernels with emulated tiles; the library is cached like that of any level."""
-    header = hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:16]
-    flags = ("-include", str(_HEADER), f"-DTILES_HEADER=0x{header}")
+    library = str(emulated_tiles.library())
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
-        patch.setitem(build._TARGETS, "amx", (*build._TARGETS["avx512_bf16"], *flags))
         if other_order:  # a copy: the same file would be the same library, whose order is known when it is loaded
-            copy = shutil.copy(build.library("amx"), directory)
-            patch.setattr(native, "library", lambda level: copy)
+            library = shutil.copy(library, directory)
             patch.setenv("TILES_OTHER_ORDER", "1")
+        patch.setattr(native, "library", lambda level: library)
         return Kernels("amx")
 
 
