@@ -3,10 +3,12 @@
     python -m benchmarks.quantization errors [MODEL_DIR]
     python -m benchmarks.quantization steps [--shape 1b]
     python -m benchmarks.quantization kv [MODEL_DIR]
+    python -m benchmarks.quantization activations FILE.gguf
 
 `errors` rounds the linear layers of a trained checkpoint (the built-in one) in several ways, and compares the logits of
 Python sources with those of the checkpoint. `steps` times decode steps of random weights, the kinds by turns, so that
 other load affects all equally. `kv` does both for KV in FP8 against KV in bf16, with a checkpoint's own weights.
+`activations` converts a GGUF file to Q8_0 and does both for activations in 8 bits against bf16, logits against float32.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,11 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.quantize import quantize
 from baton.engine.runner import Runner
+from baton.gguf.files import checkpoint_directory
 from baton.runtime.model_source import builtin_directory
 from benchmarks.gpu_parts.random_weights import RandomTensors, config_of, write_config
 from benchmarks.kit import ROOT, parser, table
+from benchmarks.peers import converted
 
 GREEDY, BLOCK, WINDOW = SamplingParams(temperature=0.0), 16, 512
 TEXTS = (ROOT / "tests" / "builtin" / "excerpt.txt", *sorted((ROOT / "baton" / "core").glob("*.py")))
@@ -83,11 +87,9 @@ class Rounded(Checkpoint):
         return (self._way(weight) if name.endswith("_proj.weight") else weight)[..., columns]
 
 
-def load(directory: Path, kind: str, tensors: Any = None, kv_dtype: str = "auto") -> Runner:
-    options = EngineOptions(
-        model_dir=directory, dtype="bfloat16", kv_dtype=kv_dtype, quantize=kind, kv_memory_bytes=512 << 20
-    )
-    return load_runner(options, tensors=tensors)
+def load(directory: Path, kind: str, tensors: Any = None, **options: Any) -> Runner:
+    given = {"dtype": "bfloat16", "quantize": kind, "kv_memory_bytes": 512 << 20, **options}
+    return load_runner(EngineOptions(model_dir=directory, **given), tensors=tensors)
 
 
 def logits_of(runner: Runner, tokens: list[int]) -> Tensor:
@@ -130,17 +132,30 @@ def errors(directory: Path, count: int) -> None:
 
 def kv(directory: Path, count: int, repeat: int) -> None:
     ids = text_of(directory, count)
-    runners = {kind: load(directory, "none", kv_dtype=kind) for kind in ("auto", "fp8")}
-    full = logits_of(runners["auto"], ids)
+    kinds = {"bf16": "auto", "fp8": "fp8"}
+    runners = {kind: load(directory, "none", kv_dtype=option) for kind, option in kinds.items()}
+    full = logits_of(runners["bf16"], ids)
     rows = [[kind, *compare(logits_of(runner, ids), full, ids)] for kind, runner in runners.items()]
     print(f"{len(ids)} tokens\n\n{table(('KV', 'loss', 'same best token', 'KL to bf16', 'logits error'), rows)}\n")
+    print(timed(runners, ((1, 512, 1), (1, 4096, 1), (8, 512, 1), (8, 2048, 1)), repeat))
+
+
+def timed(runners: dict[str, Runner], shapes: Sequence[tuple[int, int, int]], repeat: int) -> str:
+    """Times the steps of two runners by turns; a shape is rows, their context, and tokens of each."""
     times = []
-    for number, context in ((1, 512), (1, 4096), (8, 512), (8, 2048)):
-        blocks = context // BLOCK + 1
+    for number, context, tokens in shapes:
+        blocks = (context + tokens) // BLOCK + 1
         plan = StepPlan(
             0,
             tuple(
-                Row(SequenceId(str(i)), context, (i,), tuple(range(i * blocks, (i + 1) * blocks)), GREEDY, 1)
+                Row(
+                    SequenceId(str(i)),
+                    context,
+                    tuple(range(i, i + tokens)),
+                    tuple(range(i * blocks, (i + 1) * blocks)),
+                    GREEDY,
+                    1,
+                )
                 for i in range(number)
             ),
         )
@@ -151,9 +166,26 @@ def kv(directory: Path, count: int, repeat: int) -> None:
                 runner.step_logits(plan)
                 busy_s[kind].append(time.process_time() - started)
         least = {kind: 1e3 * min(of) for kind, of in busy_s.items()}
-        ratio = f"{least['auto'] / least['fp8']:.2f}"
-        times.append([f"{number} at {context}", *(f"{value:.1f}" for value in least.values()), ratio])
-    print(table(("decode step, processor ms", "bf16", "fp8", "times as fast"), times))
+        one, other = least.values()
+        shape = f"{number} at {context}" if tokens == 1 else f"{number} of {tokens} tokens at {context}"
+        times.append([shape, f"{one:.1f}", f"{other:.1f}", f"{one / other:.2f}"])
+    return table(("step: rows at context, processor ms", *runners, "times as fast"), times)
+
+
+def activations(file: Path, count: int, repeat: int) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        directory = checkpoint_directory(converted(file, "Q8_0", Path(made)))
+        ids = text_of(directory, count)
+        full = logits_of(load(directory, "none", dtype="float32"), ids)
+        kinds = {"bf16": "bfloat16", "int8": "auto"}
+        runners = {kind: load(directory, "none", activations=option) for kind, option in kinds.items()}
+        print(*(runner.kernels for runner in runners.values()), sep="\n")
+        rows = [["float32", *compare(full, full, ids)]]
+        rows += [[kind, *compare(logits_of(runner, ids), full, ids)] for kind, runner in runners.items()]
+        headings = ("activations", "loss", "same best token", "KL to float32", "logits' error")
+        print(f"{len(ids)} tokens\n\n{table(headings, rows)}\n")
+        decode = [(number, 512, 1) for number in (1, 2, 4, 8, 12, 16)]
+        print(timed(runners, [*decode, (1, 512, 5), (1, 256, 64), (1, 0, 512)], repeat))
 
 
 class RandomMatrices(RandomTensors):
@@ -205,7 +237,7 @@ def steps(shape: str, repeat: int) -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("part", choices=("errors", "steps", "kv"))
+    options.add_argument("part", choices=("errors", "steps", "kv", "activations"))
     options.add_argument("model", type=Path, nargs="?")
     options.add_argument("--shape", default="1b")
     options.add_argument("--tokens", type=int, default=2048)
@@ -214,6 +246,8 @@ def main() -> None:
     with torch.no_grad():
         if given.part == "errors":
             errors(given.model or builtin_directory("target"), given.tokens)
+        elif given.part == "activations":
+            activations(given.model or options.error("activations needs a GGUF file"), given.tokens, given.repeat)
         elif given.part == "kv":
             kv(given.model or builtin_directory("target"), given.tokens, given.repeat)
         else:

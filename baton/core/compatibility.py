@@ -25,6 +25,7 @@ _HINTS = {
     "dtype": "auto depends on the machine: set --dtype",
     "kv_dtype": "it follows from --kv-dtype, and with auto from --dtype",
     "kernels": "auto depends on the machine: set --kernels",
+    "int8_activations": "auto depends on the machine: set --activations",
     "edge_kind": "auto depends on the device: set --edge-kind",
     "model_digest": "config.json is equal, the weights are not",
     "block_size": "one must be a multiple of the other, and equal at all ranks of a worker",

@@ -39,6 +39,10 @@ class Checkpoint:
             self._files = stored_in if quantization is None else QuantizedFiles(stored_in, quantization)
             self.tensors = self._files.tensors
 
+    @property
+    def in_gguf(self) -> bool:
+        return isinstance(self._files, GGUFFiles)
+
     def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
         """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but the same for all)."""
         for name, shape in expected.items():

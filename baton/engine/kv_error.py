@@ -17,6 +17,14 @@ log = logging.getLogger("baton.engine")
 TOKENS = 64
 
 
+def random_step(runner: Runner, length: int) -> StepPlan:
+    """A sequence of random tokens that samples at every position, in the first blocks of the pool."""
+    vocabulary, generator = runner.model_config.vocab_size, random.Random(0)
+    tokens = tuple(generator.randrange(vocabulary) for _ in range(length))
+    blocks = tuple(range(runner.layout.blocks_for(length)))
+    return StepPlan(0, (Row(SequenceId("error"), 0, tokens, blocks, SamplingParams(temperature=0.0), length),))
+
+
 class KVError(NamedTuple):
     """`logits` is the median, over positions, of the error's share of the logits' own spread; `saturated` the share of
     keys and values of this rank that are beyond FP8's range."""
@@ -57,11 +65,9 @@ def measure_kv_error(runner: Runner, wide: Runner) -> KVError | None:
     shortens the sequence. Every rank calls it; only the leader gets a result."""
     positions = (runner.layout.positions_in(r.num_blocks) for r in (runner, wide))
     length = min(TOKENS, runner.max_model_len, runner.max_num_tokens, *positions)
-    vocabulary, generator = runner.model_config.vocab_size, random.Random(0)
-    tokens = tuple(generator.randrange(vocabulary) for _ in range(length))
-    blocks = tuple(range(runner.layout.blocks_for(length)))
-    row = Row(SequenceId("kv-error"), 0, tokens, blocks, SamplingParams(temperature=0.0), length)
-    logits, expected = (each.step_logits(StepPlan(0, (row,)))[0] for each in (runner, wide))
+    plan = random_step(runner, length)
+    blocks = plan.rows[0].block_ids
+    logits, expected = (each.step_logits(plan)[0] for each in (runner, wide))
     if not runner.group.leads:
         return None
     groups, places = wide.layout.groups, wide.layout.places

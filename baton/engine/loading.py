@@ -31,6 +31,7 @@ from baton.core.request import POOLINGS, Pooling, SamplingParams, SequenceId, To
 from baton.core.reshard import local_layout
 from baton.core.step import History, Row, StepPlan
 from baton.core.window import STEPS_AHEAD, Window
+from baton.engine.activation_error import report_activation_error
 from baton.engine.adapters import Adapters
 from baton.engine.attention_flashinfer import use_flashinfer
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
@@ -42,6 +43,7 @@ from baton.engine.kv_error import TOKENS as KV_ERROR_TOKENS
 from baton.engine.kv_error import report_kv_error
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory import kv_budget, peak_bytes, plan_blocks
+from baton.engine.model_native import NativeModel
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.quantize import check_quantize
@@ -135,7 +137,9 @@ def load_runner(
         tokenizer_digest=_digest(options.model_dir / "tokenizer.json"),
     )
     with _stage("connect", on_stage if ranks.size > 1 else None):
-        check_ranks(store, ranks, RankOptions.of(options, facts, device.type, level), LOAD_TIMEOUT_S)
+        int8 = not isinstance(config, GeneralConfig) and weights.int8_activations
+        ours = RankOptions.of(options, facts, device.type, level, int8_activations=int8)
+        check_ranks(store, ranks, ours, LOAD_TIMEOUT_S)
         group = connect(store, ranks, device, options.host)
     classifier = None
     if isinstance(config, GeneralConfig):
@@ -146,6 +150,8 @@ def load_runner(
     else:
         with _stage("load", on_stage), torch.no_grad():
             model = build_model(config, weights, group, kernels, longest, options)
+            if isinstance(model, NativeModel) and model.int8_linears:
+                kernels_name += f", activations in int8 at {model.int8_linears} matrices in Q8_0"
             classifier = weights.classifier() if config.num_labels and group.leads else None
     max_samples = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
     local = local_layout(facts.layout, ranks.size, ranks.rank)
@@ -195,6 +201,9 @@ def load_runner(
         with _stage("self-test", on_stage):
             limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)
             prove_row_invariance(runner.step_logits, kv, *limits)
+    if isinstance(model, NativeModel) and model.int8_linears:
+        with _stage("activation error", on_stage), torch.no_grad():
+            report_activation_error(runner, model)
     wide = runner
     if kv_dtype != dtype:
         unrounded = local_layout(in_dtype, ranks.size, ranks.rank)
@@ -239,6 +248,8 @@ def _open_weights(
             " quantize to int8 or none"
         )
     weights.in_blocks = blocks and options.quantize != "int8"
+    if options.activations == "auto" and not options.exact and kernels is not None and options.quantize == "none":
+        weights.int8_activations = blocks and kernels.computes_int8_activations and checkpoint.in_gguf
     if options.exact and not is_gpu(device):
         check_exact(options.block_size, dtype, kernels_name, compiled=kernels is not None)
     return weights

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +54,7 @@ class NativeModel:
         self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, weights.dtype
         self.adapters = LoadedAdapters()
         self._kept: list[Tensor] = []  # the tensors that the structs point to
+        self._int8_activations = weights.int8_activations
         self._kv: KVPool | None = None
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config))
         table = weights.embedding()
@@ -122,6 +124,27 @@ class NativeModel:
             self.kernels.head(model, reference)
             gathered = self._group.gather(logits)
         return torch.empty((0, self._vocab_size)) if gathered is None else gathered[:, : self._vocab_size]
+
+    @property
+    def int8_linears(self) -> int:
+        """The number of matrices that are multiplied by activations in 8 bits."""
+        return sum(linear.int8_activations for linear in self._linears())
+
+    @contextmanager
+    def bfloat16_activations(self) -> Iterator[None]:
+        """Until the end no activations are in 8 bits."""
+        changed = [linear for linear in self._linears() if linear.int8_activations]
+        for linear in changed:
+            linear.int8_activations = False
+        try:
+            yield
+        finally:
+            for linear in changed:
+                linear.int8_activations = True
+
+    def _linears(self) -> list[native.Linear]:
+        names = ("qkv", "attention_out", "gate_up", "down")
+        return [*(getattr(layer, name) for layer in self._layers for name in names), self._model.head]
 
     def add_adapter(self, digest: str, layers: Sequence[LayerProjections]) -> None:
         self.adapters[digest] = pack_adapter(layers, self.kernels)
@@ -202,7 +225,9 @@ class NativeModel:
         if blocks is None:
             struct, tensors = native.pack_weight(self.kernels, self._arena, weight, bias, scale, dtype=self._dtype)
         else:
-            struct, tensors = native.pack_blocks(self.kernels, self._arena, blocks, bias)
+            struct, tensors = native.pack_blocks(
+                self.kernels, self._arena, blocks, bias, int8_activations=self._int8_activations
+            )
         self._kept += tensors
         return struct
 

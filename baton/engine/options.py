@@ -19,7 +19,8 @@ class EngineOptions:
     `max_num_tokens` bounds the tokens of one step. `host` is this machine's address for the worker's other ranks,
     `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in transit at once, all ranks together.
     `kernels` is `auto` (the best compiled ones that this processor has, else torch's), `torch`, or the level of
-    compiled ones. `attention` is what computes long rows on a GPU: `flashinfer`, `triton` (with torch's
+    compiled ones. `activations` is `auto` (int8 where kernels multiply them by matrices in Q8_0 of a GGUF file, except
+    with `exact`) or `bfloat16`. `attention` is what computes long rows on a GPU: `flashinfer`, `triton` (with torch's
     FlashAttention), or `auto` (the first where it is installed and serves the model). `quantize` is `none`, `int8` or
     `int4` (weights of linear layers and head; only with compiled kernels). `version` is the code's. `draft_dir` is
     the draft model that this rank loads afterwards, for `max_running` sequences. `decode_rows` is the most sequences
@@ -44,6 +45,7 @@ class EngineOptions:
     max_num_tokens: int = 8192
     host: str = "127.0.0.1"
     kernels: str = "auto"
+    activations: str = "auto"
     attention: str = "auto"
     edge_kind: str = "auto"
     staging_bytes: int = 0

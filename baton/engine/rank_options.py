@@ -30,6 +30,8 @@ class RankOptions:
     worker: Compatibility
     # The level of compiled kernels, or torch, as far as ranks must have the same: `comparable_kernels`.
     kernels: str
+    # Whether activations are in 8 bits where they can be.
+    int8_activations: bool
     # Of a step.
     max_num_tokens: int
     # The possible tokens of a row in decode steps.
@@ -37,10 +39,12 @@ class RankOptions:
     expert_parallel: bool
 
     @classmethod
-    def of(cls, options: EngineOptions, worker: Compatibility, device: str, kernels: str) -> RankOptions:
+    def of(
+        cls, options: EngineOptions, worker: Compatibility, device: str, kernels: str, *, int8_activations: bool = False
+    ) -> RankOptions:
         comparable = comparable_kernels(kernels, exact=worker.exact, dtype=worker.dtype)
         lengths, experts = repr(options.decode_lengths), options.expert_parallel
-        return cls(device, worker, comparable, options.max_num_tokens, lengths, experts)
+        return cls(device, worker, comparable, int8_activations, options.max_num_tokens, lengths, experts)
 
 
 def comparable_kernels(kernels: str, *, exact: bool, dtype: str) -> str:

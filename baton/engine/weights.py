@@ -177,7 +177,8 @@ class WeightReader:
     """Reads one rank's share of a verified checkpoint in the dtype and on the device of the computation.
 
     With `quantized` "int8" or "int4" linear layers are quantised (quantize.py). With `in_blocks`, which may be set
-    before the first layer is read, those stored in blocks stay so: the same weights in fewer bytes. `bytes_read` is the
+    before the first layer is read, those stored in blocks stay so: the same weights in fewer bytes. With
+    `int8_activations` those of 8 bits are multiplied by activations in 8 bits. `bytes_read` is the
     size of all tensors returned so far.
     Raises StartupError, with the numbers, for sizes that cannot be divided over the ranks.
     """
@@ -203,6 +204,7 @@ class WeightReader:
         self.device = device
         self._quantized = quantized
         self.in_blocks = False
+        self.int8_activations = False
         self._heads, self._kv_heads, self._inner = Shares.of(config, group)
         self._ids, self._rows = group.vocabulary_part(config.vocab_size)
         self.bytes_read = 0

@@ -99,6 +99,12 @@ class EngineConfig:
         "kernels on CPU; auto: the best compiled ones for this processor; torch: torch's; else compiled ones by name",
         choices=("auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"),
     )
+    activations: str = option(
+        "auto",
+        "data type in which activations are multiplied by weights in Q8_0 of a GGUF file; auto: int8 by avx512_bf16 "
+        "kernels, except with --exact; else bfloat16",
+        choices=("auto", "bfloat16"),
+    )
     attention: str = option(
         "auto",
         "attention of long rows on a GPU; auto: flashinfer if it is installed and serves the model, else triton",

@@ -302,6 +302,7 @@ def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks)
         kv_dtype=config.kv_dtype,
         exact=config.exact,
         kernels=config.kernels,
+        activations=config.activations,
         attention=config.attention,
         quantize=config.quantize,
         threads=max(threads, 1),

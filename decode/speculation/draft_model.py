@@ -137,6 +137,7 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             kv_memory_bytes=share.num_blocks(runner.num_blocks) * share.layout.bytes_per_block,
             max_model_len=share.max_model_len,
             kernels=config.kernels,
+            activations=config.activations,
             attention="triton" if config.attention == "triton" else "auto",  # flashinfer is asked of the model
             max_num_tokens=max(config.step_tokens + 2 * CATCH_UP * config.max_running, 512),
             decode_rows=config.max_running,

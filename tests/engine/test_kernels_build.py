@@ -16,6 +16,8 @@ from baton.engine.kernels.native import choose_kernels
 from tests.support.engine_driver import tiny_runner
 
 CPU = torch.device("cpu")
+AVX512 = "avx512f avx512bw avx512dq avx512vl fma avx2"
+BF16 = f"{AVX512} avx512_bf16 avx512_vnni"
 needs_avx2 = pytest.mark.skipif(not processor_levels(), reason="no AVX2")
 
 
@@ -38,13 +40,11 @@ def fake_compiler(tmp_path: Path, script: str) -> str:
         ("fpu avx fma", ()),
         ("fpu avx2", ()),
         ("fpu avx2 fma", ("avx2",)),
-        ("avx512f avx512bw avx512dq avx512vl fma avx2", ("avx2", "avx512")),
-        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16", ("avx2", "avx512", "avx512_bf16")),
-        (
-            "avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_int8",
-            ("avx2", "avx512", "avx512_bf16"),
-        ),
-        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_bf16", build.LEVELS),
+        (AVX512, ("avx2", "avx512")),
+        (f"{AVX512} avx512_bf16", ("avx2", "avx512")),
+        (BF16, ("avx2", "avx512", "avx512_bf16")),
+        (f"{BF16} amx_tile amx_int8", ("avx2", "avx512", "avx512_bf16")),
+        (f"{BF16} amx_tile amx_bf16", build.LEVELS),
     ],
 )
 def test_levels_follow_from_the_processor_flags(flags: str, levels: tuple[str, ...]) -> None:
@@ -134,15 +134,12 @@ def test_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPat
     native.load.cache_clear()
 
 
-AVX512 = "avx512f avx512bw avx512dq avx512vl fma avx2"
-
-
 @pytest.mark.parametrize(
     ("vendor", "flags", "level"),
     [
-        ("GenuineIntel", f"{AVX512} avx512_bf16 amx_tile amx_bf16", "amx"),
-        ("GenuineIntel", f"{AVX512} avx512_bf16", "avx512"),
-        ("AuthenticAMD", f"{AVX512} avx512_bf16", "avx512_bf16"),
+        ("GenuineIntel", f"{BF16} amx_tile amx_bf16", "amx"),
+        ("GenuineIntel", BF16, "avx512"),
+        ("AuthenticAMD", BF16, "avx512_bf16"),
         ("GenuineIntel", AVX512, "avx512"),
         ("AuthenticAMD", "avx2 fma", "avx2"),
         ("AuthenticAMD", "avx2", None),

@@ -18,10 +18,15 @@ from tests.support.dict_store import DictStore
 
 
 def options_of(
-    device: str = "cpu", kernels: str = "avx2", lengths: tuple[int, ...] = (1,), experts: bool = False, **facts: Any
+    device: str = "cpu",
+    kernels: str = "avx2",
+    lengths: tuple[int, ...] = (1,),
+    experts: bool = False,
+    int8: bool = False,
+    **facts: Any,
 ) -> RankOptions:
     options = EngineOptions(model_dir=Path("m"), decode_lengths=lengths, expert_parallel=experts)
-    return RankOptions.of(options, make_facts(**facts), device, kernels)
+    return RankOptions.of(options, make_facts(**facts), device, kernels, int8_activations=int8)
 
 
 def refused(*by_rank: RankOptions) -> str:
@@ -52,6 +57,9 @@ def test_every_rank_reports_the_first_difference_with_option_values_and_ranks() 
     assert refused(options_of(dtype="bfloat16"), options_of()).endswith("; auto depends on the machine: set --dtype")
     assert refused(options_of(), options_of(lengths=(1, 3))).startswith("decode_lengths: '(1,)' at rank 0 and '(1, 3)'")
     assert refused(options_of(), options_of(experts=True)).startswith("expert_parallel: False at rank 0 and True at")
+    assert refused(options_of(), options_of(int8=True)) == (
+        "int8_activations: False at rank 0 and True at rank 1; auto depends on the machine: set --activations"
+    )
     assert refused(options_of(), options_of(model_digest="w")).startswith(
         "model_digest: 'm' at rank 0 and 'w' at rank 1"
     )

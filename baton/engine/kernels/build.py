@@ -37,11 +37,13 @@ _BASE = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "avx2")
 _NEEDED = {  # flags as /proc/cpuinfo writes them
     "avx2": ("avx2", "fma"),
     "avx512": _BASE,
-    "avx512_bf16": (*_BASE, "avx512_bf16"),
+    "avx512_bf16": (*_BASE, "avx512_bf16", "avx512_vnni"),
     "amx": (*_BASE, "avx512_bf16", "amx_tile", "amx_bf16"),
 }
-_COMPILER_WRITES = {"avx512_bf16": "avx512bf16", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
-_TARGETS = {level: tuple(f"-m{_COMPILER_WRITES.get(f, f)}" for f in flags) for level, flags in _NEEDED.items()}
+_TARGETS = {  # the compiler writes avx512bf16 and amx-tile
+    level: tuple("-m" + flag.replace("avx512_", "avx512").replace("_", "-") for flag in flags)
+    for level, flags in _NEEDED.items()
+}
 # -ffp-contract=off: no implicit fused multiply-add; products and sums are rounded as the source says.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
 

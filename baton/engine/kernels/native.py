@@ -34,7 +34,7 @@ class Linear(ctypes.Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("kind", c_int32),
-        ("reserved", c_int32),
+        ("int8_activations", c_int32),
     )
 
 
@@ -132,6 +132,7 @@ class AttentionShape(ctypes.Structure):
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "baton_pack_blocks": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    "baton_int8_linears": (),
     "baton_pack_mxfp4": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "baton_forward": (POINTER(ModelStruct), POINTER(Step), c_int64, c_int64),
     "baton_attention": (POINTER(ModelStruct), c_int64, POINTER(Step), c_void_p),
@@ -171,7 +172,7 @@ _FUNCTIONS = {
     ),
     "baton_propose": (POINTER(ModelStruct), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
 }
-_RESULTS = {"baton_experts": c_int64, "baton_mixture": c_int64}  # of the others none
+_RESULTS = {"baton_experts": c_int64, "baton_int8_linears": c_int64, "baton_mixture": c_int64}  # of the others none
 
 
 class Kernels:
@@ -203,6 +204,11 @@ class Kernels:
         """Whether linear layers compute from weights in blocks; other levels would decode them more slowly than they
         read them in bf16."""
         return self.block_bytes(_BLOCKS8, GROUP, BLOCK) > 0
+
+    @property
+    def computes_int8_activations(self) -> bool:
+        """Whether weights in blocks of 8 bits can be multiplied by activations in 8 bits."""
+        return bool(self.int8_linears() >= 0)
 
     def block_bytes(self, kind: int, n: int, k: int) -> int:
         return int(self._library.baton_block_bytes(kind, n, k))
@@ -357,9 +363,11 @@ def _by_output(kernels: Kernels, packed: Tensor, n: int, dtype: torch.dtype) -> 
     return packed.view(dtype).view(groups, -1, GROUP // (2 * lanes), lanes, 2).permute(0, 2, 4, 3, 1), 4
 
 
-def pack_blocks(kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | None) -> tuple[Linear, list[Tensor]]:
-    """Packs weights in blocks and bias [n] for rows in bf16. Returns the packed weight, and the tensors that it points
-    to."""
+def pack_blocks(
+    kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | None, *, int8_activations: bool = False
+) -> tuple[Linear, list[Tensor]]:
+    """Packs weights in blocks and bias [n] for rows in bf16; with `int8_activations` 8-bit blocks are multiplied by
+    rows in 8 bits. Returns the packed weight, and the tensors that it points to."""
     n, k = blocks.codes.shape
     if blocks.minima is None:
         kind, minima = _BLOCKS8, blocks.scales
@@ -371,7 +379,9 @@ def pack_blocks(kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | N
     given = [tensor.contiguous() for tensor in (blocks.codes, blocks.scales, minima)]
     kernels.pack_blocks(kind, *(tensor.data_ptr() for tensor in given), n, k, packed.data_ptr())
     tensors = [packed] if floats is None else [packed, floats]
-    return Linear(packed.data_ptr(), None if floats is None else floats.data_ptr(), None, n, k, kind), tensors
+    quantised = int8_activations and kind == _BLOCKS8
+    address = None if floats is None else floats.data_ptr()
+    return Linear(packed.data_ptr(), address, None, n, k, kind, quantised), tensors
 
 
 def pack_mxfp4(

@@ -6,19 +6,17 @@
 #include "gemm.h"
 
 #include "gemm_blocks.h"
+#if BATON_LEVEL == 2
+#include "gemm_int8.h"
+#endif
 #include "gemm_put.h"
 #include "tiles.h"
 
 namespace baton {
 namespace {
 
-constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all rows are computed
-constexpr int64_t AHEAD = BATON_LEVEL == 2 ? 16384 : 8192;  // bytes by which weights are prefetched ahead
 constexpr int64_t MOST_ROWS = 12;       // of a product: their sums leave registers for two factors
 constexpr int64_t FEW_ROWS = MOST_ROWS;  // rows for which blocks are decoded in registers, once
-// Rows up to which weights are read front to back, as AMD's processors prefetch by themselves; with more, reading waits for
-// arithmetic, and what is prefetched by instructions arrives meanwhile.
-constexpr int IN_ORDER = BATON_LEVEL == 2 ? 4 : 0;
 
 thread_local Scratch unpacked;
 
@@ -39,7 +37,7 @@ void vector_rows(
     }
   };
   for (int64_t tile = 0; tile < tiles; ++tile, weight += 2 * Tile::BYTES) {
-    const Tile upper(weight), lower(weight + Tile::BYTES);
+    const Tile upper(weight, 0), lower(weight, 1);
     if constexpr (ROWS <= IN_ORDER && std::is_same_v<Tile, StoredTile<E>>) {
       half(upper, left);
       half(lower, right);
@@ -171,9 +169,10 @@ const char* widen(const int8_t* from, int64_t count) {
 template <class Tile>
 const char* decode(const char* from, int64_t tiles) {
   char* to = unpacked.get(tiles * TILE_BYTES);
-  for (int64_t i = 0; i < tiles; ++i, from += Tile::BYTES) {
-    for (int64_t line = 0; line < Tile::BYTES; line += 64) prefetch(from + AHEAD + line);
-    const Tile tile(from);
+  for (int64_t i = 0; i < tiles; ++i) {
+    const char* both = from + i / 2 * 2 * Tile::BYTES;
+    for (int64_t line = 0; line < Tile::BYTES; line += 64) prefetch(both + AHEAD + i % 2 * Tile::BYTES + line);
+    const Tile tile(both, i % 2);
     for (int64_t d = 0; d < TILE; ++d) _mm512_store_si512(to + i * TILE_BYTES + d * 64, tile.dword(d));
   }
   return to;
@@ -232,6 +231,10 @@ void unit_of_groups(
 
 template <class E>
 void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads) {
+#if BATON_LEVEL == 2
+  if constexpr (sizeof(E) == 2)
+    if (layer.int8_activations) return int8_linear(layer, x, ldx, rows, y, ldy, into, threads);
+#endif
   const auto compute = [](const Product& of, const void* x, void* y, int64_t ldy, Into into, int64_t first, int64_t last) {
     unit_of_groups<E>(of.layer, static_cast<const E*>(x), of.ldx, of.rows, y, ldy, into, first, last);
   };
@@ -253,6 +256,14 @@ void pack(const W* weight, int64_t n, int64_t k, W* packed) {
             }
 }
 
+int64_t int8_linears() {
+#if BATON_LEVEL == 2
+  return int8_count.load(std::memory_order_relaxed);
+#else
+  return -1;
+#endif
+}
+
 int64_t block_bytes(Kind kind, int64_t n, int64_t k) {
   const int64_t tiles = round_up(n, GROUP) / TILE * (k / BLOCK_WEIGHTS);
   return by_kind(kind, [&](auto* tile) { return tiles * std::remove_pointer_t<decltype(tile)>::BYTES; });
@@ -260,8 +271,7 @@ int64_t block_bytes(Kind kind, int64_t n, int64_t k) {
 
 void pack_blocks(
     Kind kind, const uint8_t* codes, const float* scales, const float* minima, int64_t n, int64_t k, char* packed) {
-  const int64_t groups = round_up(n, GROUP) / GROUP, blocks = k / BLOCK_WEIGHTS;
-  const bool eight = kind == Kind::BLOCKS8;
+  const int64_t blocks = k / BLOCK_WEIGHTS;
   auto put = [&](const float* values, int64_t first, int64_t block) {
     float sixteen[TILE] = {};
     for (int64_t column = 0; column < std::min(TILE, n - first); ++column)
@@ -276,25 +286,27 @@ void pack_blocks(
       packed += 32;
     }
   };
-  for (int64_t group = 0; group < groups; ++group)
-    for (int64_t block = 0; block < blocks; ++block)
-      for (int64_t half = 0; half < 2; ++half) {
-        const int64_t first = group * GROUP + half * TILE;
+  for (int64_t group = 0; group < n; group += GROUP)
+    for (int64_t block = 0; block < blocks; ++block) {
+      const auto code = [&](int64_t output, int64_t k) -> uint8_t {
+        return output < n ? codes[(output * blocks + block) * BLOCK_WEIGHTS + k] : 0;
+      };
+      if (kind == Kind::BLOCKS8) {
+        put(scales, group, block);
+        put(scales, group + TILE, block);
+        for (int64_t k = 0; k < BLOCK_WEIGHTS; k += 4)
+          for (int64_t output = group; output < group + GROUP; ++output)
+            for (int64_t e = 0; e < 4; ++e) *packed++ = char(code(output, k + e) ^ 128);
+        continue;
+      }
+      for (int64_t first = group; first < group + GROUP; first += TILE) {
         put(scales, first, block);
-        if (!eight) put(minima, first, block);
-        auto code = [&](int64_t column, int64_t k) {
-          return first + column < n ? codes[((first + column) * blocks + block) * BLOCK_WEIGHTS + k] : 0;
-        };
+        put(minima, first, block);
         for (int64_t d = 0; d < TILE; ++d)
           for (int64_t i = 0; i < TILE; ++i)
-            if (eight) {
-              packed[d * 32 + i] = char(code(i, 2 * d));
-              packed[d * 32 + 16 + i] = char(code(i, 2 * d + 1));
-            } else {
-              packed[d * 16 + i] = char(code(i / 2, 2 * d + i % 2) | code(8 + i / 2, 2 * d + i % 2) << 4);
-            }
-        packed += eight ? 512 : 256;
+            *packed++ = char(code(first + i / 2, 2 * d + i % 2) | code(first + 8 + i / 2, 2 * d + i % 2) << 4);
       }
+    }
 }
 
 #define BATON_INSTANTIATE(E) \

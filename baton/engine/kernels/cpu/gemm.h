@@ -5,8 +5,10 @@
 // vector product uses a tile as it is. Missing outputs and missing k are zeros.
 //
 // Weights in blocks (bf16 only): 32 values of k of an output have a scale and, with 4 bits, a minimum, and a weight is
-// bf16(code * scale + minimum), rounded once to float32 and once to bf16. A tile is then 16 outputs' scales, minima and
-// codes for one block. The products are those of the same weights in bf16, bit for bit.
+// bf16(code * scale + minimum), rounded once to float32 and once to bf16. A tile of 4 bits is then 16 outputs' scales,
+// minima and codes for one block; with 8 bits both tiles of a group are 32 scales, and for each four values of k the codes
+// of 32 outputs, 128 more than they are. The products are those of the same weights in bf16, bit for bit; with
+// `int8_activations` those of gemm_int8.h.
 //
 // Weights in MXFP4 (AVX2 and AVX-512): for each 32 of k a group has the exponents of 32 scales, one for each output, then
 // for each k 16 bytes with the codes of outputs 0 to 15 in their lower halves and 16 to 31 in the upper ones. They are
@@ -39,7 +41,7 @@ struct Linear {
   const float* scale;  // likewise
   int64_t n, k;
   int32_t kind;
-  int32_t reserved;
+  int32_t int8_activations;  // rows are quantised, too (BLOCKS8, avx512_bf16 only)
 };
 
 enum class Into { STORE, ADD, SWIGLU, FLOAT };
@@ -50,6 +52,9 @@ enum class Into { STORE, ADD, SWIGLU, FLOAT };
 //   FLOAT   y is float32 for every E
 template <class E>
 void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads);
+
+// How many linear layers were computed with `int8_activations`; -1: this level does not.
+int64_t int8_linears();
 
 // Packs weight [n, k] of W into [n_padded * k_padded] for rows of E; W is E, or int8 with the scales in the layer.
 template <class E, class W>

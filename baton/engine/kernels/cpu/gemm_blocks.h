@@ -1,4 +1,5 @@
-// Tiles of packed weights as a product reads them: 16 registers of two values of k by 16 outputs, stored or in blocks.
+// Tiles of packed weights as a product reads them: 16 registers of two values of k by 16 outputs, stored or in blocks. A
+// tile is made from the address of both tiles of a group, and which of them it is.
 #pragma once
 
 #include "gemm.h"
@@ -6,12 +7,18 @@
 namespace baton {
 namespace {
 
+constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all rows are computed
+constexpr int64_t AHEAD = BATON_LEVEL == 2 ? 16384 : 8192;  // bytes by which weights are prefetched ahead
+// Rows up to which weights are read front to back, as AMD's processors prefetch by themselves; with more, reading waits for
+// arithmetic, and what is prefetched by instructions arrives meanwhile.
+constexpr int IN_ORDER = BATON_LEVEL == 2 ? 4 : 0;
+
 // 16 dwords of k by 16 outputs, as stored.
 template <class E>
 struct StoredTile {
   static constexpr int64_t BYTES = TILE_BYTES;
   const char* from;
-  explicit StoredTile(const char* at) : from(at) {}
+  StoredTile(const char* both, int64_t half) : from(both + half * BYTES) {}
   __m512i dword(int64_t d) const { return _mm512_loadu_si512(from + 64 * d); }
 };
 
@@ -34,8 +41,8 @@ struct Tile4 {
   static constexpr int64_t SCALES = 32 * sizeof(Scale), BYTES = SCALES + 256;
   const char* codes;
   __m512 scale[2], minimum[2];  // of the outputs in the low and in the high bits, each twice
-  explicit Tile4(const char* at) : codes(at + SCALES) {
-    const Scale* from = reinterpret_cast<const Scale*>(at);
+  Tile4(const char* both, int64_t half) : codes(both + half * BYTES + SCALES) {
+    const Scale* from = reinterpret_cast<const Scale*>(codes - SCALES);
     spread(sixteen(from), scale);
     spread(sixteen(from + 16), minimum);
   }
@@ -55,17 +62,23 @@ struct Tile4 {
   }
 };
 
-// A block of 8-bit codes: 16 scales, and for each two values of k 16 codes of the even one and 16 of the odd one.
+// A block of 8-bit codes, plus 128, of the 32 outputs of both tiles: their scales, and for each four values of k those of
+// an output side by side.
 struct Tile8 {
   static constexpr int64_t SCALES = 32, BYTES = SCALES + 512;
   const char* codes;
-  __m512 scale;
-  explicit Tile8(const char* at) : codes(at + SCALES), scale(sixteen(reinterpret_cast<const uint16_t*>(at))) {}
+  __m512 scale, minimum;
+  Tile8(const char* both, int64_t half) : codes(both + 2 * SCALES + half * 64) {
+    scale = sixteen(reinterpret_cast<const uint16_t*>(both + half * SCALES));
+    minimum = _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f));
+  }
   __m512i dword(int64_t d) const {
-    const __m128i* from = reinterpret_cast<const __m128i*>(codes + 32 * d);
-    const __m512 even = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
-    const __m512 odd = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
-    return pairs(_mm512_mul_ps(even, scale), _mm512_mul_ps(odd, scale));
+    const __m512i four = _mm512_load_si512(codes + d / 2 * 128), byte = _mm512_set1_epi32(255);
+    const __m512i two = _mm512_srl_epi32(four, _mm_cvtsi32_si128(int(d % 2 * 16)));
+    const __m512 even = _mm512_cvtepi32_ps(_mm512_and_si512(two, byte));
+    const __m512 odd = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(two, 8), byte));
+    // Exact, and so the product of the code itself and the scale.
+    return pairs(_mm512_fmadd_ps(even, scale, minimum), _mm512_fmadd_ps(odd, scale, minimum));
   }
 };
 

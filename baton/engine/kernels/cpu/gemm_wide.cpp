@@ -298,6 +298,8 @@ void pack(const W* weight, int64_t n, int64_t k, W* packed) {
       }
 }
 
+int64_t int8_linears() { return -1; }
+
 void pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, int64_t n, int64_t k, uint8_t* packed) {
   const int64_t each = k / BLOCK_WEIGHTS;
   const auto code = [&](int64_t output, int64_t block, int64_t i) {

@@ -338,6 +338,8 @@ int64_t baton_block_bytes(int kind, int64_t n, int64_t k) {
 #endif
 }
 
+int64_t baton_int8_linears() { return int8_linears(); }
+
 void baton_pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, int64_t n, int64_t k, void* packed) {
 #if BATON_LEVEL <= 1
   pack_mxfp4(blocks, scales, n, k, static_cast<uint8_t*>(packed));
