@@ -223,8 +223,9 @@ class PrefillScheduler:
         rows: list[Row] = []
         sequences: list[Sequence] = []
         budget, room = TokenBudget(full_step, self.step_tokens - full_step), True
-        tokens_here = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting))
-        full = bool(self._outstanding) or tokens_here > full_step
+        full = bool(self._outstanding)
+        if not full and len(candidates) > 1:
+            full = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting)) > full_step
         for sequence in self._turns.order({s: self._uncached(s, starts) for s in candidates}):
             if budget.tokens == 0:
                 break
@@ -370,12 +371,12 @@ class PrefillScheduler:
         """
         plan = check_outcome(self._outstanding[0][0] if self._outstanding else None, outcome)
         _, sequences, begun_at = self._outstanding.popleft()
-        self._done_step = plan.step_id
+        self._done_step, num_tokens = plan.step_id, plan.num_tokens
         self._recent_s = _DECAY * self._recent_s + outcome.elapsed_s
-        self._recent_tokens = _DECAY * self._recent_tokens + plan.num_tokens
+        self._recent_tokens = _DECAY * self._recent_tokens + num_tokens
         wall_s, self._done_at = now - max(begun_at, self._done_at), now
         if wall_s > 0.0 and all(row.end <= self.step_tokens for row in plan.rows):
-            self._fit.observe(plan.num_tokens, wall_s)
+            self._fit.observe(num_tokens, wall_s)
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []
         for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):

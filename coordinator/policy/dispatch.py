@@ -107,11 +107,11 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         ready = sum(w.ready for w in self._workers.present())
-        return f"<Dispatcher {len(self._queue)} queued | {ready} workers ready>"
+        return f"<Dispatcher {self._queue.size} queued | {ready} workers ready>"
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return self._queue.size
 
     @property
     def queued(self) -> Mapping[str, int]:
@@ -174,7 +174,7 @@ class Dispatcher:
     def role_without_room(self) -> Role | None:
         """Which workers the first of the queue waits for, as of the last `place`."""
         pools = (without for closed in self._blocked.values() for without in closed.without.values())
-        return next((without[-1].role for without in pools), None) if self._queue else None
+        return next((without[-1].role for without in pools), None) if self._queue.size else None
 
     @property
     def cached_block_sizes(self) -> set[int]:
@@ -229,17 +229,17 @@ class Dispatcher:
         """
         queue = self._queue
         # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
-        full = len(queue) + self._to_come.total() + choices > max(self._max_requests, choices)
+        full = queue.size + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or queue.tokens + prompt_tokens > self._max_tokens:
             self.refused += choices
             raise Unavailable(
-                f"{len(queue)} choices with {queue.tokens} prompt tokens are already waiting",
+                f"{queue.size} choices with {queue.tokens} prompt tokens are already waiting",
                 retry_after_s=self.retry_after_s(),
             )
         waiting, tokens = queue.waiting.get(tenant, 0), queue.waiting_tokens.get(tenant, 0)
         if not self.several_tenants or not waiting:
             return
-        many = 2 * (waiting + choices) > self._max_requests - (len(queue) - waiting)
+        many = 2 * (waiting + choices) > self._max_requests - (queue.size - waiting)
         long = 2 * (tokens + prompt_tokens) > self._max_tokens - (queue.tokens - tokens)
         if many or long:
             raise QuotaExceeded(
@@ -292,7 +292,8 @@ class Dispatcher:
     def measure(self, placed: Iterable[Choice], now: float) -> None:
         """Measures the rate at which the queue drains, after each `place`."""
         tokens = sum(choice.request.num_prefill_tokens for choice in placed)
-        self.drain_rate.update(now, tokens, waits=bool(self._queue and self._blocked))  # not while a role is missing
+        waits = bool(self._queue.size and self._blocked)  # not while a role is missing
+        self.drain_rate.update(now, tokens, waits=waits)
 
     # Placement.
 
@@ -301,7 +302,7 @@ class Dispatcher:
         moves them on to PREFILL."""
         placed: list[Choice] = []
         closed: dict[WorkerClass, Closed] = {}
-        if not self._queue:  # called for each end and each hand-over
+        if not self._queue.size:  # called for each end and each hand-over
             self._blocked = closed
             return placed
         self._blocked = {each: known for each, known in self._blocked.items() if not known.grown}
@@ -595,8 +596,10 @@ class Dispatcher:
         prefill = self._pick_prefill(choice, each.prefill)
         if prefill is None:
             return (each.prefill,)
-        decodes = self._pick_decode(choice, each.decode) if choice.needs_decode else ()
-        return (each.decode,) if choice.needs_decode and not decodes else Pick(prefill, decodes, None)
+        if not choice.needs_decode:
+            return Pick(prefill, (), None)
+        decodes = self._pick_decode(choice, each.decode)
+        return Pick(prefill, decodes, None) if decodes else (each.decode,)
 
     def _room(self, choice: Choice, pool: Pool) -> dict[int, int]:
         """Returns how many blocks a choice is expected to need at a decode worker, by block size."""
@@ -626,7 +629,7 @@ class Dispatcher:
         last_chunk = min(apart.tokens, at_prefill.step_tokens)
         hand_over_s = each.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
         ready = sum(w.ready for w in each.prefill.workers)
-        return decide(apart, alone, hand_over_s, len(self._queue) - 1, ready, decode.running)
+        return decide(apart, alone, hand_over_s, self._queue.size - 1, ready, decode.running)
 
     def _prompt_at(self, worker: Worker, choice: Choice, cost: PromptCost) -> PromptAt:
         tokens = self._to_compute(worker, choice)

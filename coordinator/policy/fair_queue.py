@@ -52,7 +52,9 @@ class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # by priority
         self._held: set[str] = set()
-        self._submitted = self._size = self.tokens = 0
+        self._submitted = self.tokens = 0
+        self.size = 0
+        """All choices that wait."""
         self.without_decode = 0
         """Choices that need no decode worker."""
         self.waiting: Counter[str] = Counter()
@@ -60,11 +62,8 @@ class FairQueue:
         self.waiting_tokens: Counter[str] = Counter()
         """Their prompt tokens."""
 
-    def __len__(self) -> int:
-        return self._size
-
     def __repr__(self) -> str:
-        return f"<FairQueue {self._size} choices of {len(+self.waiting)} tenants>"
+        return f"<FairQueue {self.size} choices of {len(+self.waiting)} tenants>"
 
     def __iter__(self) -> Iterator[Choice]:
         return (entry[1] for level in self._levels.values() for lane in level.lanes.values() for entry in lane)
@@ -113,7 +112,7 @@ class FairQueue:
         """Yields the choices that wait for workers in their order. The caller may remove and charge a choice before it
         asks for the next one, which follows from the counters then, and add tenants to `behind`: of these no more come,
         except choices that ran before."""
-        for priority in sorted(self._levels) if self._size else ():
+        for priority in sorted(self._levels) if self.size else ():
             level = self._levels[priority]
             passed: dict[Lane, int] = {}
             while (choice := self._next(level, passed, behind)) is not None:
@@ -193,7 +192,7 @@ class FairQueue:
 
     def _count(self, choice: Choice, sign: int) -> None:
         tenant, tokens = choice.request.tenant, sign * choice.request.num_prefill_tokens
-        self._size += sign
+        self.size += sign
         self.without_decode += sign * (not choice.needs_decode)
         self.tokens += tokens
         self.waiting[tenant] += sign
@@ -208,7 +207,7 @@ class FairQueue:
         for choice in queued:
             waiting[choice.request.tenant] += 1
             tokens[choice.request.tenant] += choice.request.num_prefill_tokens
-        counted = self._size, self.without_decode, self.tokens, +self.waiting, +self.waiting_tokens
+        counted = self.size, self.without_decode, self.tokens, +self.waiting, +self.waiting_tokens
         without_decode = sum(not choice.needs_decode for choice in queued)
         if counted != (len(queued), without_decode, tokens.total(), waiting, tokens):
             raise InvariantError(f"{self!r} counts {counted}, not {without_decode}, {waiting} and {tokens}")

@@ -238,7 +238,10 @@ class Worker:
         self.growth += growth
         if backlog < 0 and self.role == "decode":  # it may accept another prompt
             self.pool.grown = True
-        self._recount()
+        if backlog or running or reserved:
+            self._recount()
+        else:  # growth is no part of the rank
+            self._update_room()
 
     def take_order(self, order: int) -> None:
         """Sets its position by name among the workers of its pool, which sorts the ranks afterwards."""

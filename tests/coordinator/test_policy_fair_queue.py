@@ -129,7 +129,7 @@ def test_counters_outlive_an_empty_queue() -> None:
     queue = FairQueue()
     queue.add(of("a", 0, prompt=30))
     queue.add(of("b", 0, prompt=10))
-    assert order(queue, 2) == ["a0", "b0"] and not len(queue)
+    assert order(queue, 2) == ["a0", "b0"] and not queue.size
     for number in range(1, 5):
         queue.add(of("b", number, prompt=10))
         queue.add(of("a", number, prompt=10))
@@ -233,7 +233,7 @@ def test_removal_of_the_last_choice_of_a_tenant_keeps_the_counts(held: bool) -> 
     queue.remove(choice)
     queue.remove(choice)
     queue.check([])
-    assert not len(queue) and not +queue.waiting and queue.tokens == 0
+    assert not queue.size and not +queue.waiting and queue.tokens == 0
 
 
 def full(several_tenants: bool, requests: int = 12, tokens: int = 1000) -> Placing:
