@@ -64,6 +64,8 @@ def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> Plain | None:
     free = scheduler.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
     size = scheduler.layout.block_size
     count = steps or 1
+    if len(running) * (count // size + 1) <= free:  # no sequence lacks more
+        return Plain(running, steps, sum(lengths))
     while count > 0:
         more = 0
         for s, tokens in zip(running, lengths, strict=True):
@@ -86,10 +88,11 @@ def grow(scheduler: DecodeScheduler, s: Sequence, end: int) -> None:
 def advance(scheduler: DecodeScheduler, running: list[Sequence], steps: int, token: int, now: float) -> None:
     """Does what the next `steps` steps, at most those of `plain_steps`, would do if each sampled `token`, which ends no
     sequence, and the last of them ended at `now`."""
-    tokens = [token] * steps
+    tokens, size = [token] * steps, scheduler.layout.block_size
     for s in running:
         s.num_computed = end = s.num_tokens + steps - 1
-        grow(scheduler, s, end)
+        if end > len(s.block_ids) * size:
+            grow(scheduler, s, end)
         s.output += tokens
         s.next_emit_index, s.last_token_at = len(s.output), now
     scheduler.tokens_generated += steps * len(running)

@@ -164,7 +164,7 @@ class PrefillWorker:
         self._busy = True
         seconds = self.costs.seconds(plan)
         self._measured.prefill_busy_s += seconds
-        self.counts.add(1, seconds, sum(len(row.tokens) for row in plan.rows))
+        self.counts.add(1, seconds, plan.num_tokens)
         for row in plan.rows:
             if row.sequence_id not in self._started:
                 self._started.add(row.sequence_id)
