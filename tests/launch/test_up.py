@@ -64,6 +64,7 @@ def ended(cluster: Cluster, expect: int) -> list[str]:
 def test_ready_then_a_signal_drains_and_exits_0(start, sig: int) -> None:
     cluster = wait_ready(start(prefill=1, decode=2))
     assert sorted(cluster.workers()) == ["decode-0", "decode-1", "prefill-0"]
+    cluster.wait_until(lambda c: output(c).partition("curl ")[2].endswith("\n"), "the last lines")
     lines = output(cluster).splitlines()
     assert sum(" ready " in line for line in lines) == 1
     curl = shlex.split(lines[-1])
