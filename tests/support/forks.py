@@ -238,8 +238,9 @@ class _Server:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_S)
-        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": paths, ROOM_VARIABLE: "x" * _ENVIRONMENT_ROOM}
+        paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+        own = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", ROOM_VARIABLE: "x" * _ENVIRONMENT_ROOM}
+        environment = {**os.environ, **own}
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), "x" * _COMMAND_ROOM]
             self._process = subprocess.Popen(
