@@ -44,17 +44,21 @@ void vector_rows(
       from += 4 * TILE;
       continue;
     }
-    for (int64_t d = 0; d < TILE; ++d) {
-      const __m512i a = upper.dword(d), b = lower.dword(d);
-      prefetch(weight + AHEAD + d * LINES);
-      prefetch(weight + AHEAD + d * LINES + Tile::BYTES);
-      for (int r = 0; r < ROWS; ++r) {
-        const __m512i value = broadcast_dword(from + r * stride);
-        left[r] = multiply_add<E>(left[r], value, a);
-        right[r] = multiply_add<E>(right[r], value, b);
+    // By twos: then a tile of 8 bits is compiled for each of the two pairs of a register.
+#pragma GCC unroll 1
+    for (int64_t even = 0; even < TILE; even += 2)
+#pragma GCC unroll 2
+      for (int64_t d = even; d < even + 2; ++d) {
+        const __m512i a = upper.dword(d), b = lower.dword(d);
+        prefetch(weight + AHEAD + d * LINES);
+        prefetch(weight + AHEAD + d * LINES + Tile::BYTES);
+        for (int r = 0; r < ROWS; ++r) {
+          const __m512i value = broadcast_dword(from + r * stride);
+          left[r] = multiply_add<E>(left[r], value, a);
+          right[r] = multiply_add<E>(right[r], value, b);
+        }
+        from += 4;
       }
-      from += 4;
-    }
   }
   alignas(64) float sums[2][ROWS][16];
   for (int r = 0; r < ROWS; ++r) {
