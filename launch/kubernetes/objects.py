@@ -31,6 +31,9 @@ _USER = 1000
 """That of the image."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _REFERENCE = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_QUALIFIED = re.compile(rf"({_REFERENCE.pattern}/)?[A-Za-z0-9]([-._A-Za-z0-9]{{0,61}}[A-Za-z0-9])?")
+"""A label's key or a resource's name."""
+_IMAGE = re.compile(r"[a-zA-Z0-9][-._:/@a-zA-Z0-9]*")
 _NAME_CHARS = 47
 """Name and role together, so that the names derived from them are labels (63): the webhook of DisaggregatedSet."""
 
@@ -62,6 +65,13 @@ class ClusterObjects:
         for flag, given in references.items():
             if _REFERENCE.fullmatch(given) is None:
                 raise StartupError(f"{flag} {given!r} must be lower-case letters, digits, - and .")
+        keys = {"--gpu-resource": config.gpu_resource, "--spread-over": config.spread_over}
+        keys |= {"--domain-label": config.domain_label} if config.domain_label else {}
+        for flag, given in keys.items():
+            if _QUALIFIED.fullmatch(given) is None:
+                raise StartupError(f"{flag} {given!r} must be a qualified name, such as example.com/name")
+        if _IMAGE.fullmatch(config.image) is None:
+            raise StartupError(f"--image {config.image!r} must be an image reference: letters, digits and -._:/@")
         longest = max((COORDINATOR, *(pool.name for pool in pods.pools)), key=len)
         if len(config.name) + len(longest) > _NAME_CHARS:
             raise StartupError(f"--name {config.name} is too long: at most {_NAME_CHARS - len(longest)} characters")
