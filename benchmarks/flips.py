@@ -35,7 +35,7 @@ from pathlib import Path
 
 from baton.core.commands import Role
 from benchmarks import kit
-from benchmarks.quota import FLAGS, QUOTA, calibrated, filled, quotas, shape, target_of
+from benchmarks.quota import FLAGS, QUOTA, calibrated, filled, quotas, shape, target_of, use_pools
 from launch.autoscale.flip import FLIP_WINDOW_S
 from launch.autoscale.law import Policy
 from launch.autoscale.simulate import dry_run
@@ -43,7 +43,7 @@ from launch.bench.client import ServerTarget, client_session, send
 from launch.bench.load import TOKEN_IDS, PlannedRequest, completion
 from launch.bench.stats import RequestRecord
 from launch.capacity.command import read_calibration
-from launch.capacity.loads import cpu_seconds
+from launch.capacity.loads import LoadClient, cpu_seconds
 from launch.cluster_api import get_cluster
 from launch.control_options import FLIP_S
 from launch.drain import drain
@@ -237,6 +237,7 @@ def measured(kind: Calibration, rows: Sequence[TraceRow], phase_s: float, quota:
         for name in ("prefill-0", "prefill-1"):  # a first flip to decode measures steps: not within a quota
             cluster.flip(name, "decode")
             cluster.flip(name, "prefill")
+        use_pools(LoadClient(cluster.url, cluster.target, 2))
         with quotas(get_cluster(cluster.url).workers, quota):
             for prefill in range(1, WORKERS):
                 cluster.split(prefill)

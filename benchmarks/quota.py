@@ -5,11 +5,16 @@ A group has the weight of WEIGHT other processes: with that of one, a worker tha
 had 0.19 of a core instead of 0.25, and never used up its quota (results/flip.md). What it does not use in one period it
 may use in the next. Costs are processor time over the quota, hand-overs included, times what loads within
 the quota take longer than that: a worker that is stopped in most of each period finds less of its data in the caches.
+
+Pools are small, and used once before anything is measured. On a virtual machine 4 KiB that are written for the
+first time took 1 to 30 us of a worker's quota: for the KV of 900 tokens up to 34 ms, where receiving it takes about
+20 ms (results/flip.md).
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import subprocess
 import sys
@@ -21,7 +26,7 @@ from typing import TypeVar
 from benchmarks import kit
 from launch.bench.client import ServerTarget, base_url, first_model
 from launch.capacity.calibrate import calibrate
-from launch.capacity.loads import ClosedLoop, LoadClient, Sample
+from launch.capacity.loads import ClosedLoop, LoadClient, Sample, page_faults
 from launch.cluster_api import Row
 from sim.scale.costs import Calibration, DecodeCosts, LinkCosts, PrefillCosts, Residual
 from sim.scale.members import ClusterShape
@@ -32,6 +37,7 @@ QUOTA, PERIOD_US = 0.25, 20_000
 WEIGHT = 8
 """Times that of another process on the same core."""
 FLAGS = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--exact", "--threads", "1")
+FLAGS += ("--kv-memory-gib", "0.25")  # 52,000 tokens
 GROUPS = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
 _FILLER = """
 import os, sys
@@ -98,6 +104,20 @@ def filled() -> Iterator[None]:
             filler.wait()
 
 
+def use_pools(client: LoadClient) -> None:
+    """Sends prompts until workers are given next to no pages of memory for them: every pool has been used once."""
+    rows = client.rows()
+    pids = [pid for row in rows for pid in row["pids"]]
+    tokens = sum(int(row["blocks_total"]) * int(row["block_size"]) for row in rows if row["role"] == "prefill")
+    round_of = ClosedLoop("first use", -(-tokens // 4 // 1024), 4 * len(rows), 1024, 2)
+    for _ in range(20):
+        before = sum(map(page_faults, pids))
+        sample = client.measure(round_of)
+        if (sum(map(page_faults, pids)) - before) * mmap.PAGESIZE < sample.prefill.kv_bytes / 20:
+            return
+    raise SystemExit("the KV pools still have memory that was never used")
+
+
 def target_of(url: str) -> ServerTarget:
     base = base_url(url)
     return ServerTarget(base, first_model(base, ""), "", 300.0, {"return_token_ids": True})
@@ -107,6 +127,7 @@ def calibrated(quota: float) -> Calibration:
     """Returns the costs of workers that have `quota` of a core each."""
     with filled(), kit.cluster(*FLAGS, "--prefill", "1", "--decode", "1") as running:
         loads = LoadClient(running.url, target_of(running.url), 1)
+        use_pools(loads)
         name = f"{quota:g} of a core"
         alone = calibrate(loads, name, shared_host=True, repeats=1, progress=lambda line: print(line, file=sys.stderr))
         kind = longer(alone, 1 / quota, 1 / quota)

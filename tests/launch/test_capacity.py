@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from baton.core.errors import InvalidRequest, StartupError
 from launch.bench.stats import RequestRecord
 from launch.capacity.calibrate import LoadLimits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
-from launch.capacity.loads import ClosedLoop, RoleCounters, Sample, cpu_seconds
+from launch.capacity.loads import ClosedLoop, RoleCounters, Sample, cpu_seconds, page_faults
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
 from sim.scale.members import ClusterShape
@@ -122,6 +123,15 @@ def test_a_replayed_stream_beside_coordinator_and_client_is_as_fast_as_the_measu
     cluster = ClusterShape(fitted, 1, fitted, 1, cores=((1,), (0,)), host_cores=2, front_cores=(0,))
     itl_s = Replay(cluster, [TraceRow(0.0, 32, 97)]).run().itl.p50
     assert itl_s == pytest.approx(kind.decode.plain_s(1, 33) + beside_s, rel=0.02)
+
+
+def test_a_process_counts_the_pages_that_it_is_given() -> None:
+    before = page_faults(os.getpid())
+    with mmap.mmap(-1, 1000 * mmap.PAGESIZE) as memory:
+        for start in range(0, len(memory), mmap.PAGESIZE):
+            memory[start] = 1
+    assert 1000 <= page_faults(os.getpid()) - before < 2000
+    assert page_faults(0) == 0
 
 
 def test_loads_stay_within_the_limits_of_the_cluster() -> None:
