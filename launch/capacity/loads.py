@@ -40,7 +40,7 @@ class ClosedLoop:
 @dataclass(frozen=True, slots=True)
 class RoleCounters:
     """Sums over the workers of one role: steps and the seconds in them, tokens, bytes; `cpu_s` is the processor time of
-    their processes, 0 if they are not on this host."""
+    their processes, and `pages` the pages of memory that these were given, 0 if they are not on this host."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -50,6 +50,7 @@ class RoleCounters:
     drafted: int = 0
     accepted: int = 0
     cpu_s: float = 0.0
+    pages: int = 0
 
     def since(self, before: RoleCounters) -> RoleCounters:
         return RoleCounters(*(getattr(self, n) - getattr(before, n) for n in RoleCounters.__slots__))
@@ -159,6 +160,7 @@ class LoadClient:
                 drafted=_sum(drafts, "drafted_tokens"),
                 accepted=_sum(drafts, "accepted_tokens"),
                 cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
+                pages=sum(page_faults(pid) for row in mine for pid in row["pids"]),
             )
         return counters
 

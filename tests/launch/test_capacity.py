@@ -125,6 +125,20 @@ def test_a_replayed_stream_beside_coordinator_and_client_is_as_fast_as_the_measu
     assert itl_s == pytest.approx(kind.decode.plain_s(1, 33) + beside_s, rel=0.02)
 
 
+def test_pages_of_blocks_that_are_first_used_are_no_cost_of_a_hand_over() -> None:
+    """They come ahead of their use and many at once, so not each hand-over pays for its own."""
+    paid = list[Sample]()
+    for number, load in enumerate(loads(LIMITS)):
+        made = sample(load, TRUE, shared_host=True)
+        pages = load.requests * (load.input_len + load.output_len) // 3 * (number % 3)
+        decode = replace(made.decode, pages=pages, cpu_s=made.decode.cpu_s + 25e-6 * pages)
+        paid.append(replace(made, decode=decode))
+    fitted = costs(paid, LIMITS.step_tokens, shared_host=True)
+    assert fitted.page_s == pytest.approx(25e-6, rel=0.01)
+    work = fitted.link.accept_s + fitted.link.receive_s, fitted.link.receive_token_s
+    assert work == pytest.approx((LINK.accept_s + LINK.receive_s, LINK.receive_token_s), rel=0.05)
+
+
 def test_a_process_counts_the_pages_that_it_is_given() -> None:
     before = page_faults(os.getpid())
     with mmap.mmap(-1, 1000 * mmap.PAGESIZE) as memory:
