@@ -179,8 +179,8 @@ def costs(samples: Sequence[Sample], step_tokens: int, *, shared_host: bool) -> 
 def _steps(
     by_name: Mapping[str, Sequence[Sample]], step_tokens: int, shared_host: bool
 ) -> tuple[PrefillCosts, DecodeCosts, dict[str, float], dict[str, Residual], float]:
-    """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts) and of a
-    page that a decode worker is given."""
+    """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts) and
+    of a page that a decode worker is given."""
     mixed = [*by_name["hand-over"], *by_name.get("mixed", ())] if shared_host else []
     prompts = [*by_name["prefill"], *by_name["prefill backlog"], *mixed]
     coefficients, of_prefill = fit(
