@@ -63,6 +63,7 @@ class NativeModel:
             *(self._layer(weights.layer(i), config.windows[i]) for i in range(config.num_layers))
         )
         head = self._pack(weights.head())
+        head.int8_activations = False  # rounding there would be an error of the logits themselves
         self._head_rows = head.n
         final_norm = weights.final_norm()
         self._norm = RMSNorm(final_norm, config.rms_norm_eps)
@@ -144,7 +145,7 @@ class NativeModel:
 
     def _linears(self) -> list[native.Linear]:
         names = ("qkv", "attention_out", "gate_up", "down")
-        return [*(getattr(layer, name) for layer in self._layers for name in names), self._model.head]
+        return [getattr(layer, name) for layer in self._layers for name in names]
 
     def add_adapter(self, digest: str, layers: Sequence[LayerProjections]) -> None:
         self.adapters[digest] = pack_adapter(layers, self.kernels)

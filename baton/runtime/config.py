@@ -101,7 +101,7 @@ class EngineConfig:
     )
     activations: str = option(
         "auto",
-        "data type in which activations are multiplied by weights in Q8_0 of a GGUF file; auto: int8 by avx512_bf16 "
+        "data type in which activations are multiplied by layers in Q8_0 of a GGUF file; auto: int8 by avx512_bf16 "
         "kernels, except with --exact; else bfloat16",
         choices=("auto", "bfloat16"),
     )

@@ -37,7 +37,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    with cluster("auto", dtype="float32", forked=False) as started:
+    with cluster("auto", forked=False) as started:  # in the dtype of `make up`
         yield started
 
 
@@ -66,7 +66,7 @@ def test_an_answer_follows_a_schema(running: Cluster) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_greedy_answers_equal_those_of_transformers_in_float32(running: Cluster) -> None:
+def test_greedy_answers_equal_those_of_transformers_in_float32() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,11 +77,14 @@ def test_greedy_answers_equal_those_of_transformers_in_float32(running: Cluster)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
     template = (resolve_model("smollm2") / "chat_template.jinja").read_text()
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        with torch.inference_mode():
-            tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False, eos_token_id=2, pad_token_id=2)
-        expected = tokenizer.decode(tokens[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-        assert ask(running, question, max_tokens=64)["message"]["content"] == expected, question  # type: ignore[index]
+    with cluster("auto", dtype="float32", forked=False) as running:
+        for question in QUESTIONS:
+            chat = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(
+                chat, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+            inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+            with torch.inference_mode():
+                tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False, eos_token_id=2, pad_token_id=2)
+            expected = tokenizer.decode(tokens[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+            assert ask(running, question, max_tokens=64)["message"]["content"] == expected, question  # type: ignore[index]
