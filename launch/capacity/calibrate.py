@@ -112,9 +112,12 @@ def calibrate(
         "costs": "processor time" if shared_host else "seconds of workers' steps and between them",
         "dtype": str(decode["dtype"]),
         "kv_dtype": str(decode["kv_dtype"]),
-        "not in the costs": f"{made.page_s * 1e6:.2g} us for each page of memory that a decode worker first uses",
         **versions(*PACKAGES),
     }
+    if shared_host:
+        about["not in the costs"] = (
+            f"{made.page_s * 1e6:.2g} us for each page of memory that a decode worker first uses"
+        )
     return Calibration(
         name=name,
         block_size=int(decode["block_size"]),
