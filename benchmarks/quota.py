@@ -26,7 +26,7 @@ from typing import TypeVar
 from benchmarks import kit
 from launch.bench.client import ServerTarget, base_url, first_model
 from launch.capacity.calibrate import calibrate
-from launch.capacity.loads import ClosedLoop, LoadClient, Sample, page_faults
+from launch.capacity.loads import ClosedLoop, LoadClient, Sample
 from launch.cluster_api import Row
 from sim.scale.costs import Calibration, DecodeCosts, LinkCosts, PrefillCosts, Residual
 from sim.scale.members import ClusterShape
@@ -102,6 +102,11 @@ def filled() -> Iterator[None]:
         for filler in fillers:
             filler.kill()
             filler.wait()
+
+
+def page_faults(pid: int) -> int:
+    """Returns how many pages of memory a process on this host has been given so far, also ahead of their use."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
 def use_pools(client: LoadClient) -> None:

@@ -114,10 +114,6 @@ def calibrate(
         "kv_dtype": str(decode["kv_dtype"]),
         **versions(*PACKAGES),
     }
-    if shared_host:
-        about["not in the costs"] = (
-            f"{made.page_s * 1e6:.2g} us for each page of memory that a decode worker first uses"
-        )
     return Calibration(
         name=name,
         block_size=int(decode["block_size"]),
@@ -158,7 +154,6 @@ class Fitted:
     front: FrontCosts
     token_bytes: int
     residuals: Mapping[str, Residual]
-    page_s: float
 
 
 def costs(samples: Sequence[Sample], step_tokens: int, *, shared_host: bool) -> Fitted:
@@ -171,19 +166,18 @@ def costs(samples: Sequence[Sample], step_tokens: int, *, shared_host: bool) -> 
     for sample in samples:
         by_name.setdefault(sample.load.name, []).append(sample)
     try:
-        prefill, decode, sends, residuals, page_s = _steps(by_name, step_tokens, shared_host)
+        prefill, decode, sends, residuals = _steps(by_name, step_tokens, shared_host)
         link, token_bytes, residuals["hand-over"] = _link(by_name["hand-over"], by_name["prefill"], decode, sends)
         front, more = _front(samples, by_name["prefill"], prefill)
     except BatonError as error:
         raise StartupError(f"the measurements do not determine the costs: {error.message}") from None
-    return Fitted(prefill, decode, link, front, token_bytes, {**residuals, **more}, page_s)
+    return Fitted(prefill, decode, link, front, token_bytes, {**residuals, **more})
 
 
 def _steps(
     by_name: Mapping[str, Sequence[Sample]], step_tokens: int, shared_host: bool
-) -> tuple[PrefillCosts, DecodeCosts, dict[str, float], dict[str, Residual], float]:
-    """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts) and
-    of a page that a decode worker is given."""
+) -> tuple[PrefillCosts, DecodeCosts, dict[str, float], dict[str, Residual]]:
+    """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts)."""
     mixed = [*by_name["hand-over"], *by_name.get("mixed", ())] if shared_host else []
     prompts = [*by_name["prefill"], *by_name["prefill backlog"], *mixed]
     coefficients, of_prefill = fit(
@@ -202,16 +196,14 @@ def _steps(
     prefill = PrefillCosts(**coefficients, idle_s=0.0 if shared_host else max(0.0, percentile(around, 50)))
 
     decode, receives, of_decode = _decode_steps(by_name["decode"], mixed, prefill, shared_host)
-    page_s = receives.pop("page_s")
-    return prefill, decode, sends | receives, {"prefill step": of_prefill, "decode step": of_decode}, page_s
+    return prefill, decode, sends | receives, {"prefill step": of_prefill, "decode step": of_decode}
 
 
 def _decode_steps(
     alone: Sequence[Sample], mixed: Sequence[Sample], prefill: PrefillCosts, shared_host: bool
 ) -> tuple[DecodeCosts, dict[str, float], Residual]:
     """Fits the steps of decode batches `alone` and, on a shared host, with `mixed` loads, the processor time of
-    hand-overs and of pages: blocks of a pool on a CPU get theirs when they are first used, which is no cost of a worker
-    that has used all of its blocks once."""
+    hand-overs."""
     batches = [*alone, *mixed]
     # A line from each size that was measured to the next: what few rows cost does not predict what many do.
     sizes = sorted({s.load.concurrency for s in alone})[1:-1]
@@ -224,11 +216,10 @@ def _decode_steps(
             "draft_s": [s.decode.drafted for s in batches],
             "receive_s": [s.handed_over if shared_host else 0 for s in batches],
             "receive_token_s": [s.tokens_sent if shared_host else 0 for s in batches],
-            "page_s": [s.decode.pages if shared_host else 0 for s in batches],
         },
         [s.decode.cpu_s if shared_host else s.decode.step_s for s in batches],
     )
-    receives = {name: coefficients.pop(name) for name in ("receive_s", "receive_token_s", "page_s")}
+    receives = {name: coefficients.pop(name) for name in ("receive_s", "receive_token_s")}
     beyond = tuple((int(number), coefficients.pop(f"beyond {number}")) for number, _ in lines)
     drafted = sum(s.decode.drafted for s in batches)
     accepted = min(sum(s.decode.accepted for s in batches) / drafted, 0.99) if drafted else 0.0

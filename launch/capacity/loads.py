@@ -18,7 +18,7 @@ from launch.bench.stats import RequestRecord
 from launch.cluster_api import Row, get_cluster
 
 _IDS = range(300, 4000)
-_FAULTS, _STARTED = 7, 19  # of the fields of /proc/PID/stat behind the name
+_STARTED = 19  # of the fields of /proc/PID/stat behind the name
 _PROCESS_CPU_CLOCK = 2  # in the clock ids that clock_getcpuclockid(3) makes of process ids
 COUNTED_S = 10.0
 """For the counters of the last request to arrive at the coordinator."""
@@ -40,7 +40,7 @@ class ClosedLoop:
 @dataclass(frozen=True, slots=True)
 class RoleCounters:
     """Sums over the workers of one role: steps and the seconds in them, tokens, bytes; `cpu_s` is the processor time of
-    their processes, and `pages` the pages of memory that these were given, 0 if they are not on this host."""
+    their processes, 0 if they are not on this host."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -50,7 +50,6 @@ class RoleCounters:
     drafted: int = 0
     accepted: int = 0
     cpu_s: float = 0.0
-    pages: int = 0
 
     def since(self, before: RoleCounters) -> RoleCounters:
         return RoleCounters(*(getattr(self, n) - getattr(before, n) for n in RoleCounters.__slots__))
@@ -160,7 +159,6 @@ class LoadClient:
                 drafted=_sum(drafts, "drafted_tokens"),
                 accepted=_sum(drafts, "accepted_tokens"),
                 cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
-                pages=sum(page_faults(pid) for row in mine for pid in row["pids"]),
             )
         return counters
 
@@ -175,25 +173,12 @@ class LoadClient:
 def started_s(row: Row) -> float:
     """Returns how long a worker took from the start of its process until it was ready; 0.0 if it is on another host."""
     try:
+        fields = Path(f"/proc/{int(row['pids'][0])}/stat").read_text().rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text().split()[0])
-        age_s = up_s - int(_stat(int(row["pids"][0]))[_STARTED]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
+    age_s = up_s - int(fields[_STARTED]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, age_s - float(row["since_s"]))
-
-
-def page_faults(pid: int) -> int:
-    """Returns how many pages of memory a process on this host has been given so far, also ahead of their use; 0 if
-    there is no such process."""
-    try:
-        return int(_stat(pid)[_FAULTS])
-    except OSError:
-        return 0
-
-
-def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat behind the name. Raises OSError without such a process."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _sum(rows: Sequence[Row], name: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.flips import LONG, PHASES, ROWS, SHORT, WORK, counted, limits, mean, rates, turning_mix
-from benchmarks.quota import corrected, expected_s, longer, shape
+from benchmarks.quota import corrected, expected_s, longer, page_faults, shape
 from launch.bench.stats import RequestRecord
 from launch.capacity.loads import ClosedLoop, RoleCounters, Sample
 from sim.stats import Slo
@@ -75,3 +77,11 @@ def test_requests_count_in_the_phase_in_which_they_are_due() -> None:
     assert PHASES == 2 and [phase.share for phase in made.phases] == [0.5, 2 / 3]
     assert [phase.ttft_s for phase in made.phases] == [1.0, 1.5] and made.phases[1].tpot_s == 0.01
     assert made.goodput == 3 / 20.0 and made.flips == 3
+
+
+def test_a_process_counts_the_pages_that_it_is_given() -> None:
+    before = page_faults(os.getpid())
+    with mmap.mmap(-1, 1000 * mmap.PAGESIZE) as memory:
+        for start in range(0, len(memory), mmap.PAGESIZE):
+            memory[start] = 1
+    assert 1000 <= page_faults(os.getpid()) - before < 2000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ from baton.core.errors import InvalidRequest, StartupError
 from launch.bench.stats import RequestRecord
 from launch.capacity.calibrate import LoadLimits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
-from launch.capacity.loads import ClosedLoop, RoleCounters, Sample, cpu_seconds, page_faults
+from launch.capacity.loads import ClosedLoop, RoleCounters, Sample, cpu_seconds
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
 from sim.scale.members import ClusterShape
@@ -123,29 +122,6 @@ def test_a_replayed_stream_beside_coordinator_and_client_is_as_fast_as_the_measu
     cluster = ClusterShape(fitted, 1, fitted, 1, cores=((1,), (0,)), host_cores=2, front_cores=(0,))
     itl_s = Replay(cluster, [TraceRow(0.0, 32, 97)]).run().itl.p50
     assert itl_s == pytest.approx(kind.decode.plain_s(1, 33) + beside_s, rel=0.02)
-
-
-def test_pages_of_blocks_that_are_first_used_are_no_cost_of_a_hand_over() -> None:
-    """They come ahead of their use and many at once, so not each hand-over pays for its own."""
-    paid = list[Sample]()
-    for number, load in enumerate(loads(LIMITS)):
-        made = sample(load, TRUE, shared_host=True)
-        pages = load.requests * (load.input_len + load.output_len) // 3 * (number % 3)
-        decode = replace(made.decode, pages=pages, cpu_s=made.decode.cpu_s + 25e-6 * pages)
-        paid.append(replace(made, decode=decode))
-    fitted = costs(paid, LIMITS.step_tokens, shared_host=True)
-    assert fitted.page_s == pytest.approx(25e-6, rel=0.01)
-    work = fitted.link.accept_s + fitted.link.receive_s, fitted.link.receive_token_s
-    assert work == pytest.approx((LINK.accept_s + LINK.receive_s, LINK.receive_token_s), rel=0.05)
-
-
-def test_a_process_counts_the_pages_that_it_is_given() -> None:
-    before = page_faults(os.getpid())
-    with mmap.mmap(-1, 1000 * mmap.PAGESIZE) as memory:
-        for start in range(0, len(memory), mmap.PAGESIZE):
-            memory[start] = 1
-    assert 1000 <= page_faults(os.getpid()) - before < 2000
-    assert page_faults(0) == 0
 
 
 def test_loads_stay_within_the_limits_of_the_cluster() -> None:
