@@ -53,6 +53,8 @@ class NativeModel:
         self.kernels, self._group, self._arena = kernels, group, Arena()
         self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, weights.dtype
         self.adapters = LoadedAdapters()
+        self.last_layer_tokens = 0
+        """Of the last step on one rank, the tokens of which its last layer was computed whole; all have their KV."""
         self._kept: list[Tensor] = []  # the tensors that the structs point to
         self._int8_activations = weights.int8_activations
         self._kv: KVPool | None = None
@@ -97,7 +99,7 @@ class NativeModel:
     def forward_pooled(self, kv: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
         """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
         x, logits = self._room(len(batch.token_ids), len(batch.sampled_at))
-        logits = self._forward(kv, batch, x, logits)
+        logits = self._forward(kv, batch, x, logits, keeps_x=True)
         return logits, self._norm(x.index_select(0, batch.pooled))
 
     def _forward(
@@ -108,16 +110,19 @@ class NativeModel:
         logits: Tensor,
         first_layers: int = 0,
         on_first: Callable[[], None] | None = None,
+        *,
+        keeps_x: bool = False,
     ) -> Tensor:
-        """`forward` in the memory that `_room` returned."""
+        """`forward` in the memory that `_room` returned; with `keeps_x`, x are all tokens' hidden states afterwards."""
         rows = _rows(batch)
         step = self._step(batch, kv, rows, x, logits)
+        step.keeps_x = keeps_x
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
         if self._group.size == 1:
             if on_first is not None:
                 self.kernels.forward(model, reference, 0, first_layers)
                 on_first()
-            self.kernels.forward(model, reference, first_layers, len(self._layers))
+            self.last_layer_tokens = self.kernels.forward(model, reference, first_layers, len(self._layers))
             return logits
         self._forward_on_ranks(batch, x, model, step)
         gathered = None

@@ -96,6 +96,7 @@ class Step(ctypes.Structure):
         ("logits", c_void_p),
         ("adapters", POINTER(AdapterRows)),
         ("num_adapters", c_int64),
+        ("keeps_x", c_int64),
     )
 
 
@@ -172,7 +173,7 @@ _FUNCTIONS = {
     ),
     "baton_propose": (POINTER(ModelStruct), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
 }
-_RESULTS = {"baton_experts": c_int64, "baton_int8_linears": c_int64, "baton_mixture": c_int64}  # of the others none
+_COUNTS = ("baton_experts", "baton_forward", "baton_int8_linears", "baton_mixture")  # the others return nothing
 
 
 class Kernels:
@@ -186,7 +187,7 @@ class Kernels:
             raise CannotBuild(f"the compiled kernels cannot be loaded: {str(error)[:200]}") from None
         for name, arguments in _FUNCTIONS.items():
             function = getattr(self._library, name)
-            function.argtypes, function.restype = arguments, _RESULTS.get(name)
+            function.argtypes, function.restype = arguments, c_int64 if name in _COUNTS else None
             setattr(self, name.removeprefix("baton_"), function)
         if self._library.baton_level() != LEVELS.index(level):
             raise CannotBuild(f"the compiled kernels are not for {level}")

@@ -10,6 +10,7 @@
 #include "borrow.h"
 #include "fp8.h"
 #include "model.h"
+#include "sampled_rows.h"
 
 namespace baton {
 
@@ -94,16 +95,24 @@ struct Computation {
   }
 
   // x += attention(norm(x)); with `partial` [T, hidden], writes the summand there and leaves x unchanged.
-  void attention(const Layer& layer, E* partial) const {
+  void attention(const Layer& layer, E* partial) const { attend_projected(layer, project(layer), partial); }
+
+  // Returns queries, keys and values [T, width], rotated, in memory that holds [T, heads_width] more behind them; keys and
+  // values are in the pool.
+  E* project(const Layer& layer) const {
     const int64_t tokens = s.num_tokens;
     E* normed = reinterpret_cast<E*>(step_memory.get((hidden_width + width + heads_width) * tokens * sizeof(E)));
     E* qkv = normed + hidden_width * tokens;
-    E* attended = qkv + width * tokens;
     norm_all(layer.attention_norm, normed);
     linear<E>(layer.qkv, normed, hidden_width, tokens, qkv, width, Into::STORE, m.threads);
     if (s.num_adapters)
       add_adapters<E>(of_tokens(layer, &AdapterLayer::qkv), normed, hidden_width, hidden_width, qkv, width, m.threads);
     rotate_and_store(layer, qkv);
+    return qkv;
+  }
+
+  void attend_projected(const Layer& layer, E* qkv, E* partial) const {
+    E* attended = qkv + width * s.num_tokens;
     clear_padding(attended, m.heads * m.head_dim, heads_width);
     const AttentionShape shape{m.heads, m.kv_heads, m.head_dim, m.block_size, layer.window};
     const Pool pool{layer.keys, layer.values, m.is_fp8 != 0};
@@ -290,16 +299,39 @@ void attention_layer(
   linear<E>(layers.out, attended, padded, tokens, y, layers.out.n, Into::STORE, threads);
 }
 
+// The last layer, of which only rows from their first sampled token on are computed once all have keys and values; x then
+// begins with these. Returns how many tokens these are.
 template <class E>
-void forward(const Model& model, const Step& step, int64_t first, int64_t last) {
+int64_t last_layer(const Model& model, const Step& step) {
+  const Layer& layer = model.layers[model.num_layers - 1];
+  const Computation<E> whole(model, step);
+  E* qkv = whole.project(layer);
+  const SampledRows kept(step);
+  const Step sampled = kept.of(step);
+  if (sampled.num_tokens == 0) return 0;
+  kept.move_to_front(static_cast<E*>(step.x), model.hidden);
+  kept.move_to_front(qkv, whole.width);
+  const Computation<E> compute(model, sampled);
+  compute.attend_projected(layer, qkv, nullptr);
+  compute.mlp(layer, nullptr);
+  compute.head();
+  return sampled.num_tokens;
+}
+
+// Returns the number of tokens of which layer last - 1 was computed whole.
+template <class E>
+int64_t forward(const Model& model, const Step& step, int64_t first, int64_t last) {
   const Borrowing borrowing;
   const Computation<E> compute(model, step);
+  const bool shortened = last == model.num_layers && first < last && !step.keeps_x && !step.num_adapters;
   if (first == 0) compute.embed();
-  for (int64_t i = first; i < last; ++i) {
+  for (int64_t i = first; i < last - shortened; ++i) {
     compute.attention(model.layers[i], nullptr);
     compute.mlp(model.layers[i], nullptr);
   }
+  if (shortened) return last_layer<E>(model, step);
   if (last == model.num_layers && step.num_sampled > 0) compute.head();
+  return step.num_tokens;
 }
 
 }  // namespace
@@ -353,8 +385,8 @@ void baton_pack_blocks(
 #endif
 }
 
-void baton_forward(const Model* model, const Step* step, int64_t first, int64_t last) {
-  BATON_BY_TYPE(model->is_bf16, forward<E>(*model, *step, first, last));
+int64_t baton_forward(const Model* model, const Step* step, int64_t first, int64_t last) {
+  BATON_BY_TYPE(model->is_bf16, return forward<E>(*model, *step, first, last));
 }
 
 // One half of layer `index` on one of several ranks: partial [T, hidden] is this rank's summand of the update of x.

@@ -43,7 +43,8 @@ struct AttentionLayers {
 };
 
 // T packed tokens in rows; x [T, hidden] is the residual stream. Logits [num_sampled, head.n] are computed at the packed
-// indexes `sampled`. `adapters` are those of the rows that have one.
+// indexes `sampled`. `adapters` are those of the rows that have one. With `keeps_x` x holds all tokens after the last layer;
+// otherwise that layer is computed for sampled tokens only (SampledRows), unless there are adapters.
 struct Step {
   int64_t num_tokens, num_rows, num_sampled;
   const int64_t *tokens, *sampled;
@@ -51,11 +52,12 @@ struct Step {
   void* x;
   float* logits;
   const AdapterRows* adapters;
-  int64_t num_adapters;
+  int64_t num_adapters, keeps_x;
 };
 
 }  // namespace baton
 
 // Computes layers [first, last) of a step's rows and their KV and, after the model's last layer, the requested logits.
-// A step passes through all layers in order, in any number of calls; between them its x must not change.
-extern "C" void baton_forward(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);
+// A step passes through all layers in order, in any number of calls; between them its x must not change. Returns the
+// number of tokens of which layer last - 1 was computed whole.
+extern "C" int64_t baton_forward(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);
