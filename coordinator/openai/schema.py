@@ -420,7 +420,7 @@ class DetokenizeBody(ModelBody):
 
 class LoadAdapterBody(RequestObject):
     lora_name: str
-    lora_path: str
+    lora_path: Annotated[str, StringConstraints(min_length=1)]
     load_inplace: bool = False
 
 

@@ -253,6 +253,8 @@ async def test_adapters_are_loaded_and_unloaded_only_if_that_is_permitted(
         assert loads == [("a", "/a", False)]
         bad = await operator.post("/v1/load_lora_adapter", json=body | {"lora_path": "/bad"})
         assert bad.status_code == 400 and bad.json()["error"]["message"] == "d0: tensor T is missing"
+        empty = await operator.post("/v1/load_lora_adapter", json=body | {"lora_path": ""})
+        assert empty.status_code == 400 and "lora_path" in empty.json()["error"]["message"]
         missing = await operator.post("/v1/unload_lora_adapter", json={"lora_name": "b"})
         assert missing.status_code == 404 and "'b' cannot be found" in missing.json()["error"]["message"]
         generator.adapters.load(adapter("a"))
