@@ -115,18 +115,23 @@ class Load:
     """Shared by all windows."""
 
     def __init__(self, url: str, name: str, prompts: Lengths) -> None:
-        parts, self.name, self._random = urlsplit(url), name, random.Random(1)
+        parts, self.name = urlsplit(url), name
+        self._randoms = dict[str, random.Random]()
         self._host, self._port = parts.hostname or "", parts.port or 80
         self.answers, self._idle = list[Answer](), list[Connection]()
         self._prompts = prompts
-        self._tokens = "".join(f",{self._random.randrange(1000, 3900)}" for _ in range(prompts.high - 2))
+        self._tokens = "".join(f",{token}" for token in random.Random(1).choices(range(1000, 3900), k=prompts.high - 2))
         options = {"model": "builtin", "max_tokens": OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
         self._tail = f"],{json.dumps(options)[1:]}"
         self._head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
 
+    def _random_of(self, tenant: str) -> random.Random:
+        """A tenant's own, so that its requests have the same lengths and times in each window, whoever else sends."""
+        return self._randoms.setdefault(tenant, random.Random(tenant))
+
     async def send(self, tenant: str) -> None:
         number = next(self.numbers)
-        tokens = self._tokens[: 5 * (self._prompts.draw(self._random) - 2)]
+        tokens = self._tokens[: 5 * (self._prompts.draw(self._random_of(tenant)) - 2)]
         body = f'{{"prompt":[{300 + number % 3600},{300 + number // 3600}{tokens}{self._tail}'
         of = f"authorization: Bearer {key(tenant)}\r\nx-request-id: {self.name}-{number}\r\n"
         request = f"{self._head}{of}content-length: {len(body)}\r\n\r\n{body}".encode()
@@ -153,8 +158,9 @@ class Load:
 
     async def open(self, tenant: str, per_s: float, seconds: float) -> None:
         """Sends at random times, `per_s` on average, and waits for the last answer."""
-        due, until, tasks = time.monotonic(), time.monotonic() + seconds, list[asyncio.Task[None]]()
-        while (due := due + self._random.expovariate(per_s)) < until:
+        times, tasks = random.Random(f"times of {tenant}"), list[asyncio.Task[None]]()
+        due, until = time.monotonic(), time.monotonic() + seconds
+        while (due := due + times.expovariate(per_s)) < until:
             await asyncio.sleep(due - time.monotonic())
             tasks.append(asyncio.create_task(self.send(tenant)))
         await asyncio.gather(*tasks)
