@@ -42,16 +42,17 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         blocks = [-(-length // self.block_size) for length in self.lengths]
         order = random.Random(2).sample(range(sum(blocks) + 3), sum(blocks))
-        self.tables = [order[sum(blocks[:i]) : sum(blocks[: i + 1])] for i in range(len(blocks))]
+        self.tables = torch.tensor(order).split(blocks)
         shape = (sum(blocks) + 3, self.block_size, self.kv_heads, self.head_dim)
         self.keys, self.values = (torch.full(shape, torch.nan, dtype=self.dtype) for _ in range(2))
         self.queries = []
         for length, table in zip(self.lengths, self.tables, strict=True):
             self.queries.append(torch.randn(length, self.heads, self.head_dim, generator=generator).to(self.dtype))
+            positions = torch.arange(length)
+            where = (table[positions // self.block_size], positions % self.block_size)
             for pool in (self.keys, self.values):
-                new = torch.randn(length, self.kv_heads, self.head_dim, generator=generator).to(self.dtype)
-                for position in range(length):
-                    pool[table[position // self.block_size], position % self.block_size] = new[position]
+                new = torch.randn(length, self.kv_heads, self.head_dim, generator=generator)
+                pool[where] = new.to(self.dtype)
         self.codes: tuple[Tensor, ...] | None = None
 
     def expected(self, sequence: int) -> Tensor:
@@ -69,11 +70,11 @@ class Case:
     def attend(self, level: str, rows: list[tuple[int, int, int]], threads: int = 1) -> list[Tensor]:
         """Returns the output of each row [length, heads, head_dim]. Queries beyond a row's end are not passed."""
         queries = torch.cat([self.queries[s][start:end] for s, start, end in rows])
-        tables = [torch.tensor(self.tables[s]) for s, _, _ in rows]
         packed = (Row * len(rows))()
         first = 0
-        for row, (_, start, end), table in zip(packed, rows, tables, strict=True):
-            row.first, row.start, row.length, row.blocks = first, start, end - start, table.data_ptr()
+        for row, (sequence, start, end) in zip(packed, rows, strict=True):
+            row.first, row.start, row.length = first, start, end - start
+            row.blocks = self.tables[sequence].data_ptr()
             first += end - start
         shape = AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.window, self.scale)
         width = self.heads * self.head_dim

@@ -70,7 +70,7 @@ def values_that_cancel(case: Case) -> None:
     exponents = torch.randint(-11, 12, case.values.shape, generator=torch.Generator().manual_seed(3))
     case.values = torch.ldexp(case.values.float(), exponents).bfloat16()
     values = case.values.flatten(0, 1)
-    positions = torch.tensor(case.tables[0])[:, None] * case.block_size + torch.arange(case.block_size)
+    positions = case.tables[0][:, None] * case.block_size + torch.arange(case.block_size)
     groups = positions.flatten()[: case.lengths[0] // 8 * 8].view(-1, 8)
     values[groups[:, 4:]] = -values[groups[:, :4].flip(1)]
 
