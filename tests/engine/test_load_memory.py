@@ -13,6 +13,7 @@ import pytest
 from baton.transfer.rendezvous import EdgeStore
 from tests.engine.test_kernels_blocks import LEVELS
 from tests.support.checkpoints import make_checkpoint
+from tests.support.forks import start
 from tests.support.quantized import awq, write_quantized
 
 PIECE = 66 << 20
@@ -20,55 +21,7 @@ PIECE = 66 << 20
 SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_layers": 4, "num_heads": 16, "num_kv_heads": 8}
 IN_FLOAT32 = 112 << 20
 """Remainder: a layer that the self-check of a model of transformers unpacks and converts, and its KV in float32."""
-STATUS = """
-def status(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) << 10
-"""
-LOAD = f"""
-import json, sys, torch
-from pathlib import Path
-from baton.engine.checkpoint import Checkpoint, read_model_config
-from baton.engine.kernels.native import load
-from baton.engine.model_native import NativeModel
-from baton.engine.parallel import TPGroup
-from baton.engine.weights import WeightReader
-{STATUS}
-def build(directory, rank, size):
-    config, group = read_model_config(directory), TPGroup(rank, size)
-    reader = WeightReader(Checkpoint(directory), config, group, torch.bfloat16, torch.device("cpu"))
-    reader.in_blocks = True
-    return NativeModel(config, reader, group, kernels, 64, 1), reader.bytes_read
-
-torch.set_num_threads(1)
-kernels = load(sys.argv[1])
-build(Path(sys.argv[2]), 0, 1)  # allocates what is allocated once
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
-model, part = build(Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
-print(json.dumps([status("VmHWM") - before, part]))
-"""
-BY_TRANSFORMERS = f"""
-import json, os, sys, torch
-from pathlib import Path
-from baton.core.ranks import Ranks
-from baton.engine.loading import load_runner
-from baton.engine.options import EngineOptions
-from baton.engine.parallel import open_store
-{STATUS}
-def load(directory, **ranks):
-    options = dict(model_impl="transformers", device="cpu", dtype="bfloat16", kv_memory_bytes=8 << 20)
-    return load_runner(EngineOptions(model_dir=Path(directory), **options), **ranks)
-
-torch.set_num_threads(1)
-load(sys.argv[1])  # allocates what is allocated once
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-rank, size = map(int, sys.argv[3:])
-store = open_store(os.environ) if size > 1 else None
-part = load(sys.argv[2], ranks=Ranks(rank, size, rank, size), store=store).parameter_bytes
-print(json.dumps([status("VmHWM") - before, part]))
-"""
+COMMAND = [sys.executable, "-m", "tests.support.load_peak"]
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +38,9 @@ MORE = [pytest.param(*case, marks=pytest.mark.long) for case in (("bf16", 1, 2),
 @pytest.mark.skipif(not LEVELS, reason="no processor with bf16 products")
 @pytest.mark.parametrize(("kind", "rank", "size"), [("bf16", 0, 1), ("awq", 1, 2), *MORE])
 def test_the_peak_is_the_part_and_a_remainder(models: dict[str, Path], kind: str, rank: int, size: int) -> None:
-    arguments = [LEVELS[-1], str(models["tiny"]), str(models[kind]), str(rank), str(size)]
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=True, timeout=100
-    )
-    peak, part = json.loads(done.stdout)
+    command = [*COMMAND, LEVELS[-1], str(models["tiny"]), str(models[kind]), str(rank), str(size)]
+    with start(command, env={**os.environ}, stdout=subprocess.PIPE) as process:
+        peak, part = json.loads(process.communicate(timeout=100)[0])
     assert part > {"bf16": 100 << 20, "awq": 35 << 20}[kind] // size
     assert peak < 1.3 * part + PIECE, (peak / part, part)
 
@@ -112,11 +63,8 @@ def test_a_model_of_transformers_is_there_once(stored: str, size: int, tied: boo
     )
     store = EdgeStore("127.0.0.1")
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    command = [sys.executable, "-c", BY_TRANSFORMERS, str(tiny), str(large)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(size)], stdout=subprocess.PIPE, text=True, env=env)
-        for rank in range(size)
-    ]
+    command = [*COMMAND, "transformers", str(tiny), str(large)]
+    ranks = [start([*command, str(rank), str(size)], env=env, stdout=subprocess.PIPE) for rank in range(size)]
     try:
         for rank in ranks:
             shown, _ = rank.communicate(timeout=300)

@@ -41,8 +41,8 @@ def test_a_rank_killed_in_a_step_ends_the_others(
             killed = time.monotonic()
             os.kill(pids[victim], signal.SIGKILL)
             for rank in others:
-                pool.processes[rank].join(HANG_S)
-        assert [pool.processes[rank].exitcode for rank in others] == [LOST_EXIT_CODE] * (tp - 1)
+                pool.processes[rank].wait(HANG_S)
+        assert [pool.processes[rank].returncode for rank in others] == [LOST_EXIT_CODE] * (tp - 1)
         for rank in others:  # when each detected it, not when it exited
             found = receive(pool.pipes[rank])
             assert isinstance(found, Lost) and 0 < found.at - killed < stall.allows(SEEN_WITHIN_S)

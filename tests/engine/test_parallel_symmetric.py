@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 
 from baton.engine.parallel import _sum_by_rank
+from tests.support.forks import start
 from tests.support.limits import HANG_S
 from tests.support.symmetric_ranks import HALF_BYTES, block_bytes, partial
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).resolve().parents[2]
 Work = tuple[tuple[int, ...], torch.dtype, int, bool]
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="with a GPU the kernel is compiled: see tests/gpu"
@@ -27,10 +26,7 @@ def sums_of(ranks: int, work: list[Work], directory: Path) -> list[list[torch.Te
     for rank in range(ranks):
         (directory / f"block-{rank}").write_bytes(bytes(block_bytes(ranks)))
     command = [sys.executable, "-m", "tests.support.symmetric_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(ranks), str(directory)], cwd=ROOT, env={**os.environ})
-        for rank in range(ranks)
-    ]
+    processes = [start([*command, str(r), str(ranks), str(directory)], env={**os.environ}) for r in range(ranks)]
     try:
         assert [process.wait(4 * HANG_S) for process in processes] == [0] * ranks
     finally:

@@ -46,7 +46,7 @@ latents (Youtu's projections to them are whole), and the plan of AFMoE divides o
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(4, "baton.engine.transformers_model") as ranks:
+    with RankPool(4) as ranks:
         yield ranks
 
 

@@ -6,7 +6,8 @@ them 1.4 s of processor time, or 3 s.
 A fork differs from a process started with exec in what it has imported, and in nothing else that a test can see: it has
 its own command line and environment, also in /proc, the file descriptors, signal handlers and session that Popen gives
 a process, its parent, and the exit codes of `python -m` (tests/tools/test_forks.py compares both). Its own children are
-forked, too, if they run one of `MODULES`: the coordinator, for example, is not.
+forked, too, if they run one of `MODULES`: what a coordinator starts for templates and grammars, for example, is not.
+A coordinator does not start itself again with exec, and so has no huge pages.
 
 A server forks, since a test process has threads. An intermediate process ends at once, so that the kernel gives its
 child to the process that asked for it, which waits for it as for any other child.
@@ -41,17 +42,24 @@ from typing import Any, NamedTuple
 from launch.child import Child
 
 ROOT = Path(__file__).parents[2]
-MODULES = frozenset({"launch.cli", "launch.agent", "prefill", "decode", "tests.launch.fakes.up"}) | {
-    f"tests.support.{name}" for name in ("fault_up", "fault_worker", "process_facts", "versioned")
-}
+_OF_SUPPORT = "fault_up fault_worker load_peak process_facts rank_process symmetric_ranks versioned"
+MODULES = frozenset(
+    {"launch.cli", "launch.agent", "coordinator", "batches", "prefill", "decode", "tests.transfer.peer"}
+    | {f"tests.launch.fakes.{name}" for name in ("batches", "front", "up", "worker")}
+    | {f"tests.support.{name}" for name in _OF_SUPPORT.split()}
+)
 IMPORTED = (
     *("torch", "baton.runtime.worker_ranks", "baton.runtime.health", "prefill.worker", "decode.worker"),
     *("decode.speculation.draft_model", "baton.engine.transformers_model", "launch.agent", "launch.cli", "launch.up"),
+    *("coordinator.command", "coordinator.serving", "batches.serving", "tests.support.rank_pool"),
 )
 START_S = 120.0
+RESTARTED = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+"""The variable by which a coordinator knows that it has started itself again, for huge pages (decision 0020)."""
 ROOM_VARIABLE = "BATON_TEST_ROOM"
 _COMMAND_ROOM, _ENVIRONMENT_ROOM = 16 << 10, 64 << 10
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class Order:
     environment: Mapping[str, str]
     cwd: str
     new_session: bool
+    namespace: str
 
 
 def may_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -78,12 +87,29 @@ def start(command: Sequence[str], *, env: Mapping[str, str], **options: Any) -> 
     return popen(command, env=env, **options)
 
 
+def run(command: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a process to its end as subprocess.run does, with its output as text, forked if it may be."""
+    shown = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start(command, env={**os.environ}, **shown, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, str(out), str(err))
+
+
 class ForkedProcess(subprocess.Popen[bytes]):
-    """A Popen whose process is forked by the server of this test process, and is a child of it as any other."""
+    """A Popen whose process is forked by the server of this test process, and is a child of it as any other. It runs in
+    a network namespace of /run/netns, if one is named."""
+
+    def __init__(self, args: Sequence[str], *, namespace: str = "", **options: Any) -> None:
+        self._namespace = namespace
+        super().__init__(args, **options)
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *given: Any) -> None:
         assert preexec_fn is None and not _Given(*given).pass_fds, "a server cannot do that"
-        _start(self, args, _Given(*given), _server().start)
+        _start(self, args, _Given(*given), _server().start, self._namespace)
 
 
 class _Given(NamedTuple):
@@ -124,8 +150,11 @@ def fork_children() -> None:
     Child._execute_child = execute_child  # type: ignore[method-assign]
 
 
-def _start(process: Any, args: Any, given: _Given, start: Callable[[Order, Sequence[int]], int]) -> None:
-    order = Order(list(args), dict(given.env or os.environ), os.path.abspath(given.cwd or "."), given.start_new_session)
+def _start(
+    process: Any, args: Any, given: _Given, start: Callable[[Order, Sequence[int]], int], namespace: str = ""
+) -> None:
+    environment, cwd = dict(given.env or os.environ), os.path.abspath(given.cwd or ".")
+    order = Order(list(args), environment, cwd, given.start_new_session, namespace)
     process.pid = start(order, (given.p2cread, given.c2pwrite, given.errwrite))
     process._child_created = True
     process._close_pipe_fds(*given[6:12])
@@ -159,6 +188,8 @@ def _become(order: Order, standard: Sequence[int], keep: Collection[int], before
         before()
     if order.new_session:
         os.setsid()
+    if order.namespace:
+        enter_network(order.namespace)
     os.chdir(order.cwd)
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -177,12 +208,26 @@ def _become(order: Order, standard: Sequence[int], keep: Collection[int], before
                 os.close(file)
     for file in keep:
         os.set_inheritable(file, True)
+    environment = dict(order.environment)
+    if "coordinator" in order.command[2:4]:
+        environment.setdefault(*RESTARTED)
     os.environ.clear()  # so that nothing refers to the strings in the memory that /proc shows
-    os.environ.update(order.environment)
+    os.environ.update(environment)
     unbuffered = bool(order.environment.get("PYTHONUNBUFFERED"))
     sys.stdout = sys.__stdout__ = _output(1, sys.stdout, unbuffered)
     sys.stderr = sys.__stderr__ = _output(2, sys.stderr, unbuffered)
-    _show(order)
+    _show(order.command, environment)
+
+
+def enter_network(namespace: str) -> None:
+    """From now on the sockets of this thread are in a network namespace of /run/netns. Raises OSError."""
+    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(fd, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+    finally:
+        os.close(fd)
 
 
 def _output(file: int, like: Any, unbuffered: bool) -> io.TextIOWrapper:
@@ -193,11 +238,11 @@ def _output(file: int, like: Any, unbuffered: bool) -> io.TextIOWrapper:
     )
 
 
-def _show(order: Order) -> None:
+def _show(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Writes the command line and the environment where /proc shows them, as setproctitle does."""
     areas = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
-    environment = [f"{name}={value}" for name, value in order.environment.items()]
-    for start, end, words in ((*areas[:2], order.command), (*areas[2:], environment)):
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    for start, end, words in ((*areas[:2], command), (*areas[2:], variables)):
         data = b"".join(os.fsencode(word) + b"\0" for word in words)
         assert len(data) <= end - start, f"{len(data)} bytes do not fit into {end - start}"
         ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)

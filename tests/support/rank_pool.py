@@ -4,25 +4,26 @@
         with pool.load(model_dir, tp=2) as runner:      # a RemoteRunner: the leader's runner, over a pipe
             runner.step_logits(plan)
 
-Processes live as long as the pool and load one model after another. They are forked from one process that imports torch
-for all of them, and what else is named: `RankPool(2, "baton.engine.transformers_model")`.
+Processes live as long as the pool and load one model after another. They are forks of one process with torch and
+transformers (tests/support/forks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from baton.core.errors import BatonError, InvariantError, RankLost
@@ -38,6 +39,7 @@ from baton.engine.parallel import open_store
 from baton.engine.runner import Runner
 from baton.transfer.rendezvous import EdgeStore
 from tests.support.device_choice import decide
+from tests.support.forks import start
 
 ANSWER_TIMEOUT_S = 60.0
 LOST_EXIT_CODE = 9
@@ -90,20 +92,18 @@ class RemoteRunner:
 
 
 class RankPool:
-    def __init__(self, size: int, *imports: str) -> None:
+    def __init__(self, size: int) -> None:
         self._store = EdgeStore("127.0.0.1")
         self._rounds = 0
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *imports])
         self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         for _ in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=rank_process, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
+            mine, theirs = multiprocessing.Pipe()
+            with theirs:
+                command = [sys.executable, "-m", "tests.support.rank_process"]
+                self.processes.append(start(command, env={**os.environ}, stdin=theirs.fileno()))
+            mine.send_bytes(multiprocessing.current_process().authkey)
             self.pipes.append(mine)
-            self.processes.append(process)
 
     def __enter__(self) -> RankPool:
         return self
@@ -113,11 +113,11 @@ class RankPool:
             with contextlib.suppress(OSError):
                 pipe.send(("end",))
         for process in self.processes:
-            process.join(5.0)
-            if process.is_alive():
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
                 process.kill()
-            process.join()
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # else its processor time counts nowhere
+                process.wait()
         self._store.close()
 
     def start(self, model_dir: Path | list[Path], tp: int, *, on_device: bool = False, **options: Any) -> list[Any]:
@@ -171,9 +171,7 @@ def call(pipe: Connection, name: str, argument: Any) -> Any:
 
 
 def rank_process(pipe: Connection) -> None:
-    import torch
-
-    gc.freeze()  # collecting what it shares with the other ranks would copy it
+    """A rank, until its pool ends."""
     torch.set_num_threads(1)
     while (message := pipe.recv())[0] == "load":
         _, env, ranks, options, on_device = message

@@ -5,6 +5,7 @@ The file $BATON_TEST_PROTOCOL holds the version. `up` is `baton up` itself, whos
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -31,13 +32,12 @@ def up() -> None:
 
 
 def main(module: str) -> None:
-    from baton.core import compatibility
-
+    importlib.import_module("baton.core.compatibility")
     version = int(Path(os.environ[VARIABLE]).read_text())
-    for name, imported in [*sys.modules.items()]:  # in a fork, some have the usual version from there
-        if name.startswith("baton.") and "PROTOCOL_VERSION" in vars(imported):
-            imported.PROTOCOL_VERSION = version  # type: ignore[attr-defined]
-    compatibility.SERVED_VERSIONS = range(version - 1, version + 2)
+    own = {"PROTOCOL_VERSION": version, "SERVED_VERSIONS": range(version - 1, version + 2)}
+    for name, imported in [*sys.modules.items()]:  # in a fork, others have the usual versions from there
+        if name.startswith(("baton.", "coordinator.")):
+            vars(imported).update({key: value for key, value in own.items() if key in vars(imported)})
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

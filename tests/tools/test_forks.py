@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from baton.runtime.process import ERROR_FILE_VARIABLE, HEARTBEAT_VARIABLE, PARENT_VARIABLE
-from tests.support.forks import ForkedProcess, may_fork
+from coordinator.__main__ import use_huge_pages
+from tests.support.forks import RESTARTED, ForkedProcess, may_fork
 
 FACTS = [sys.executable, "-m", "tests.support.process_facts"]
 ROOT = Path(__file__).parents[2]
@@ -69,5 +70,11 @@ def test_what_has_code_of_a_test_is_not_forked(tmp_path: Path) -> None:
     up = [sys.executable, "-m", "launch.cli", "up"]
     assert may_fork(up, {"PYTHONPATH": str(ROOT)}) and may_fork(up, {})
     assert not may_fork(up, {"PYTHONPATH": f"{ROOT}:{tmp_path}"})
-    assert not may_fork([sys.executable, "-m", "coordinator"], {})
+    assert not may_fork([sys.executable, "-m", "torch.distributed.run"], {})
     assert not may_fork(["python", *up[1:]], {}) and not may_fork([sys.executable, "up.py"], {})
+
+
+def test_a_forked_coordinator_does_not_start_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it would leave what it has imported"))
+    monkeypatch.setenv(*RESTARTED)
+    use_huge_pages()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from baton.transfer.edge import Edge, EdgeSpec, MakeEdge, edge_prefix
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore
 from tests.support.edges import in_threads
+from tests.support.forks import ROOT, start
 
 MakeSpec = Callable[..., EdgeSpec]
 
@@ -73,12 +73,10 @@ class Peer:
     """The other end, in its own process: reads one JSON command per line, replies with one JSON line."""
 
     def __init__(self, spec: EdgeSpec) -> None:
-        root = Path(__file__).parents[2]
-        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        script = str(Path(__file__).with_name("peer.py"))
-        where = [spec.side, spec.host, str(spec.port)]
-        self.process = subprocess.Popen(
-            [sys.executable, script, *where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.transfer.peer", spec.side, spec.host, str(spec.port)]
+        self.process: subprocess.Popen[Any] = start(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
     @property

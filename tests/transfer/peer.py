@@ -1,4 +1,6 @@
-"""One end of an edge as a process: `peer.py SIDE HOST PORT`, with commands on stdin and one JSON reply per line.
+"""One end of an edge as a process, with commands on stdin and one JSON reply per line:
+
+    python -m tests.transfer.peer SIDE HOST PORT
 
 edge PREFIX GENERATION: make and connect; send BYTES SEED [ENDS]; recv BYTES [ENDS]: replies with the checksum of the
 received bytes. ENDS are those of the sections.
