@@ -208,7 +208,7 @@ def test_batches_process_has_the_coordinators_address_and_is_restarted_on_its_ow
     cluster = wait_ready(start(batches=True))
     pid = cluster.batches_pid()
     words = command_line(pid)
-    given = dict(zip(words[2::2], words[3::2], strict=False))
+    given = dict(zip(words[3::2], words[4::2], strict=False))
     front = command_line(cluster.coordinator_pid())
     address = front[front.index("--batches-address") + 1]
     assert address == f"127.0.0.1:{given['--batches-port']}" and not address.endswith(":0")

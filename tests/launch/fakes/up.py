@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from baton.runtime.options import config_command, run_main
 from launch.members import Programs
@@ -12,17 +11,16 @@ from launch.supervisor import Backoff
 from launch.up import up
 from launch.up_config import UpConfig
 
-HERE = Path(__file__).parent
+
+def fake(name: str) -> tuple[str, ...]:
+    return "-m", f"tests.launch.fakes.{name}"
 
 
 @config_command(UpConfig, name="up", help="A fake cluster.")
 def command(config: UpConfig) -> int:
-    worker: tuple[str, ...] = (sys.executable, str(HERE / "worker.py"))
-    agent: tuple[str, ...] = ()
-    if os.environ.get("FAKE_AGENT"):
-        agent, worker = Programs().agent, ("-m", "tests.launch.fakes.worker")
-    coordinator = (sys.executable, str(HERE / "front.py"))
-    programs = Programs(coordinator, agent, worker, batches=(sys.executable, str(HERE / "batches.py")))
+    run = (sys.executable,)
+    agent, worker = (Programs().agent, fake("worker")) if os.environ.get("FAKE_AGENT") else ((), run + fake("worker"))
+    programs = Programs(run + fake("front"), agent, worker, batches=run + fake("batches"))
     return up(config, programs, Backoff(first_s=float(os.environ.get("FAKE_BACKOFF_S", "0.2")), tries_before_joining=2))
 
 
