@@ -88,7 +88,7 @@ class Cluster:
         for job in self.jobs.values():
             if job.process is None or job.process.poll() is not None:
                 with job.log.open("ab") as log:
-                    job.process = job.node.start(job.command, stdout=log, stderr=log)
+                    job.process = job.node.start(job.command, forked=True, stdout=log, stderr=log)
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s

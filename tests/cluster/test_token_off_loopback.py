@@ -36,7 +36,7 @@ def test_join_and_drain_require_the_cluster_token(tmp_path: Path) -> None:
 
         def start(where: netns.Node, log: str, *words: str) -> subprocess.Popen[bytes]:
             with (tmp_path / f"{log}.log").open("wb") as file:
-                return where.start([sys.executable, "-m", *words], stdout=file, stderr=file)
+                return where.start([sys.executable, "-m", *words], forked=True, stdout=file, stderr=file)
 
         def output_of(log: str) -> str:
             return (tmp_path / f"{log}.log").read_text(errors="replace")

@@ -12,7 +12,6 @@ namespaces are killed and the namespaces deleted. Needs root and iproute2: `miss
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import signal
@@ -23,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-CLONE_NEWNET = 0x40000000
+from tests.support.forks import ForkedProcess, enter_network
+
 SWITCH = "switch"
 _numbers = itertools.count(1)
 
@@ -53,7 +53,10 @@ class Node:
         self.name, self.namespace, self.address = name, f"{prefix}{number}", f"{network}.{number}"
         self._switch, self._port = f"{prefix}0", f"port{number}"
 
-    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], *, forked: bool = False, **options: Any) -> subprocess.Popen[bytes]:
+        """Starts a process as Popen does, as a fork (tests/support/forks.py) or with exec."""
+        if forked:
+            return ForkedProcess(command, namespace=self.namespace, **options)
         return subprocess.Popen(["ip", "netns", "exec", self.namespace, *command], **options)
 
     def cut(self, end: str) -> None:
@@ -75,16 +78,7 @@ class Node:
 
     def threads(self, count: int) -> ThreadPoolExecutor:
         """Returns threads of this process whose sockets are in the node."""
-        return ThreadPoolExecutor(count, initializer=self._enter)
-
-    def _enter(self) -> None:
-        fd = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY)
-        try:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(fd, CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"setns {self.namespace}")
-        finally:
-            os.close(fd)
+        return ThreadPoolExecutor(count, initializer=enter_network, initargs=(self.namespace,))
 
     def _set(self, end: str, state: str) -> None:
         where, link = {"near": (self.namespace, "eth0"), "far": (self._switch, self._port)}[end]
