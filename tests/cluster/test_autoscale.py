@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from sim.scale.costs import DecodeCosts, PrefillCosts
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.cluster import Cluster, cluster
+from tests.support.forks import start
 from tests.support.scale import CALIBRATION
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -84,9 +85,8 @@ async def test_a_fixed_number_of_workers_changes_roles_with_the_load(tmp_path: P
         command = ["autoscale", running.url, "--calibration", _calibration(tmp_path), "--slo", "ttft=60,tpot=200ms"]
         token = ["--cluster-token-file", str(running.run_dir / "cluster.token")]
         log = (tmp_path / "autoscale.log").open("w")
-        scaler = subprocess.Popen(
-            [sys.executable, "-m", "launch.cli", *command, "--flip", *token], stdout=log, stderr=log
-        )
+        words = [sys.executable, "-m", "launch.cli", *command, "--flip", *token]
+        scaler = start(words, env={**os.environ}, stdout=log, stderr=log)
         stop = asyncio.Event()
 
         async def client(http: httpx.AsyncClient, number: int) -> None:

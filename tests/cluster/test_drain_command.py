@@ -15,6 +15,7 @@ from launch.supervisor import Backoff
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.cluster import Cluster, cluster
+from tests.support.forks import run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -24,7 +25,7 @@ PROMPT = list(range(20, 60))
 def baton_drain(running: Cluster, worker: str, *words: str, url: str = "") -> subprocess.CompletedProcess[str]:
     token = ["--cluster-token-file", str(running.run_dir / "cluster.token")]
     command = [sys.executable, "-m", "launch.cli", "drain", worker, url or running.url, *token, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run(command, timeout=120)
 
 
 async def tokens(running: Cluster, count: int) -> list[int]:
@@ -77,7 +78,7 @@ async def test_a_drained_worker_leaves_and_is_not_restarted(running: Cluster) ->
 
 def test_drain_without_the_cluster_token_is_refused(running: Cluster) -> None:
     command = [sys.executable, "-m", "launch.cli", "drain", "decode-0", running.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run(command, timeout=60)
     assert done.returncode == 3 and "drain refused: token: it is missing" in done.stderr
     assert running.workers()["decode-0"]["state"] == "ready"
 

@@ -13,6 +13,7 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.cluster import Cluster, cluster
+from tests.support.forks import run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -22,7 +23,7 @@ PROMPT = list(range(20, 180))
 def baton_flip(running: Cluster, worker: str, role: str, *words: str) -> subprocess.CompletedProcess[str]:
     token = ["--cluster-token-file", str(running.run_dir / "cluster.token")]
     command = [sys.executable, "-m", "launch.cli", "flip", worker, role, running.url, *token, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run(command, timeout=120)
 
 
 async def flip(running: Cluster, worker: str, role: str, *words: str) -> None:

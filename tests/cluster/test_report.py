@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
 from typing import Any
@@ -14,13 +13,16 @@ import pytest
 from launch.report import scrape
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster
+from tests.support.forks import run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 
 def report(running: Cluster, *options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "launch.cli", "report", running.url, "--json", *options]
-    made: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    done = run(command, timeout=60)
+    done.check_returncode()
+    made: dict[str, Any] = json.loads(done.stdout)
     return made
 
 

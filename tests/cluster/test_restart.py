@@ -38,7 +38,7 @@ def kill_and_await(running: Cluster, name: str, victim: int) -> None:
 
 def test_a_restarted_worker_serves_as_before_and_drains_on_sigterm(tmp_path: Path) -> None:
     flags = {"exact": True, "draft": "ngram", "prefill": 2}
-    with cluster(make_checkpoint(tmp_path / "m"), run_dir=tmp_path / "run", forked=False, **flags) as running:
+    with cluster(make_checkpoint(tmp_path / "m"), run_dir=tmp_path / "run", **flags) as running:
         first = answer(running)
         parent, rank = agent(running, "decode-0"), running.pids("decode-0")[0]
         assert command_line(rank)[1:3] == ["-m", "decode"] and os.getsid(rank) == rank != os.getsid(parent)

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from coordinator.policy.traffic import Traffic
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client, body
 from tests.support.cluster import Cluster, cluster, start_cluster, wait_ready
+from tests.support.forks import run
 from tests.support.jobs import workers
 from tests.support.versioned import VARIABLE
 
@@ -101,7 +100,7 @@ async def rolled(running: Cluster, version: int) -> None:
     before = processes(running)
     (running.run_dir.parent / "version").write_text(str(version))
     command = [sys.executable, "-m", "launch.cli", "roll", "--run-dir", str(running.run_dir)]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=ROLL_S, check=False)
+    done = await asyncio.to_thread(run, command, timeout=ROLL_S)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{running.logs()}"
     after = processes(running)
     assert not {name for name, pids in after.items() if pids == before[name]}, "every process is another one"
@@ -123,8 +122,7 @@ async def refused_worker(running: Cluster, model: Path) -> str:
     command = [sys.executable, "-m", "prefill", "--model", str(model), "--coordinator", running.control]
     command += ["--worker-id", "stray", "--exact", "--threads", "1"]
     command += ["--cluster-token-file", str(running.run_dir / "cluster.token")]
-    run = partial(subprocess.run, command, capture_output=True, text=True, timeout=300.0, check=False, cwd=ROOT)
-    done = await asyncio.to_thread(run)
+    done = await asyncio.to_thread(run, command, timeout=300.0)
     assert done.returncode == 3, done.stderr
     line: str = done.stderr.strip().splitlines()[-1]
     return line
@@ -177,7 +175,9 @@ async def test_every_process_is_replaced_by_the_next_version_and_back(
 def traffic(running: Cluster, *words: str) -> str:
     command = [sys.executable, "-m", "launch.cli", "traffic", *words, "--url", running.url]
     command += ["--cluster-token-file", str(running.run_dir / "cluster.token")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True).stdout
+    done = run(command, timeout=60.0)
+    done.check_returncode()
+    return done.stdout
 
 
 async def test_a_canary_gets_its_share_and_is_rolled_back_while_its_stream_runs(tmp_path: Path) -> None:
