@@ -41,11 +41,12 @@ _QUIET = 25
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """What the loads may use of the cluster."""
+    """What the loads may use of the cluster: the limits of each worker, and the number of decode workers."""
 
     max_model_len: int
     step_tokens: int
     max_running: int
+    decode_workers: int = 1
 
 
 def loads(limits: LoadLimits) -> list[ClosedLoop]:
@@ -53,7 +54,8 @@ def loads(limits: LoadLimits) -> list[ClosedLoop]:
     contexts; hand-overs of several sizes. A load that the cluster cannot hold is left out."""
     longest = limits.max_model_len - OUTPUT_LEN - 1
     lengths = [n for n in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384) if n <= longest]
-    batches = [*(n for n in BATCHES if n < limits.max_running), min(limits.max_running, BATCHES[-1])]
+    of_worker = [*(n for n in BATCHES if n < limits.max_running), min(limits.max_running, BATCHES[-1])]
+    batches = sorted({1, *(n * limits.decode_workers for n in of_worker)})
     short = min(32, longest)
     long_len = min(LONG_OUTPUT_LEN, limits.max_model_len - short - 1)
     # KV that all rows share would stay in a processor's cache: with long contexts each row has its own.
@@ -94,6 +96,7 @@ def calibrate(
         min(int(prefill["max_model_len"]), int(decode["max_model_len"])),
         int(prefill["step_tokens"]),
         int(decode["max_running"]) or 256,
+        sum(row["role"] == "decode" and row["state"] == "ready" for row in rows),
     )
     kinds = [_kind(row) for row in (prefill, decode)]
     samples = []
@@ -205,9 +208,9 @@ def _decode_steps(
     """Fits the steps of decode batches `alone` and, on a shared host, with `mixed` loads, the processor time of
     hand-overs."""
     batches = [*alone, *mixed]
-    # A line from each size that was measured to the next: what few rows cost does not predict what many do.
-    sizes = sorted({s.load.concurrency for s in alone})[1:-1]
-    lines = list(itertools.pairwise((0, *sizes, math.inf)))
+    # A line from each size to the next: what few rows cost does not predict what many do.
+    rows = [s.rows for s in alone]
+    lines = list(itertools.pairwise((0, *(n for n in BATCHES if min(rows) < n < max(rows)), math.inf)))
     coefficients, residual = fit(
         {
             "base_s": [s.decode.steps for s in batches],
@@ -252,7 +255,7 @@ def _link(
 ) -> tuple[LinkCosts, int, Residual]:
     """Fits hand-overs: the gap between the first two tokens of a lone request, less one decode step and the processor
     time (`work`) between them. What a hand-over adds to the time of the first token, compared with the requests
-    `alone`, is spent before; so is what does not fit into the gap."""
+    `alone`, is spent before; so is what does not fit into the gap, by the decode worker first."""
     tokens = sum(s.prefill.prompt_tokens for s in samples)
     token_bytes = max(1, round(sum(s.prefill.kv_bytes for s in samples) / tokens))
     without = {s.load.input_len: _ttft_s(s) for s in alone}
@@ -266,8 +269,10 @@ def _link(
         each_s = work["send_token_s"] + work["receive_token_s"]
         known_s.append(step_s + work["send_s"] - offer_s + work["receive_s"] + each_s * s.load.input_len)
     excess = sorted(known - gap for gap, known in zip(gaps, known_s, strict=True))
-    accept_s = min(max(percentile(excess, 50), 0.0), work["receive_s"])
-    known_s = [known - accept_s for known in known_s]
+    before_s = min(max(percentile(excess, 50), 0.0), work["receive_s"] + work["send_s"] - offer_s)
+    accept_s = min(before_s, work["receive_s"])
+    offer_s += before_s - accept_s
+    known_s = [known - before_s for known in known_s]
     left = [max(gap - known, _LEAST_LATENCY_S) for gap, known in zip(gaps, known_s, strict=True)]
     coefficients, _ = fit({"latency_s": [1.0] * len(sizes), "byte_s": sizes}, left)
     link = LinkCosts(

@@ -81,12 +81,15 @@ class Sample:
     def tokens_sent(self) -> int:
         return 0 if self.load.shared else self.handed_over * self.load.input_len
 
+    @property
+    def rows(self) -> float:
+        """The mean number of rows of its decode steps."""
+        return (self.decode.tokens - self.decode.accepted) / self.decode.steps if self.decode.steps else 0.0
+
     def rows_beyond(self, number: float, last: float) -> float:
         """Returns how many rows of its decode steps, each with the mean number of them, come after the first `number`
         of a step, up to the `last` one."""
-        steps = self.decode.steps
-        rows = (self.decode.tokens - self.decode.accepted) / steps if steps else 0.0
-        return steps * min(max(rows - number, 0.0), last - number)
+        return self.decode.steps * min(max(self.rows - number, 0.0), last - number)
 
     @property
     def context(self) -> float:
@@ -96,10 +99,12 @@ class Sample:
 
 
 class LoadClient:
-    """A client that applies loads to a running cluster. `seed` determines its prompts."""
+    """A client that applies loads to a running cluster. `seed` determines its prompts. Workers that may use only
+    `core_share` of a core are stopped for the rest of the time: their processor time counts as the seconds that it
+    lasts."""
 
-    def __init__(self, url: str, target: ServerTarget, seed: int) -> None:
-        self.url, self.target = url, target
+    def __init__(self, url: str, target: ServerTarget, seed: int, core_share: float = 1.0) -> None:
+        self.url, self.target, self._core_share = url, target, core_share
         self._source = random.Random(seed)
 
     def rows(self) -> tuple[Row, ...]:
@@ -158,7 +163,7 @@ class LoadClient:
                 kv_bytes=_sum(mine, "kv_bytes_sent"),
                 drafted=_sum(drafts, "drafted_tokens"),
                 accepted=_sum(drafts, "accepted_tokens"),
-                cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
+                cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]) / self._core_share,
             )
         return counters
 

@@ -9,16 +9,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 from baton.core.errors import InvalidRequest, StartupError
+from launch.bench.client import ServerTarget
 from launch.bench.stats import RequestRecord
+from launch.capacity import loads as measured
 from launch.capacity.calibrate import LoadLimits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
-from launch.capacity.loads import ClosedLoop, RoleCounters, Sample, cpu_seconds
+from launch.capacity.loads import ClosedLoop, LoadClient, RoleCounters, Sample, cpu_seconds
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
 from sim.scale.members import ClusterShape
@@ -41,9 +44,11 @@ IDLE_S = 1e-4
 LIMITS = LoadLimits(max_model_len=4096, step_tokens=512, max_running=64)
 
 
-def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool, beside_s: float = 0.0) -> Sample:
-    """What a cluster with these costs shows under a load, without chance. A batch runs whole from its first step on.
-    On the decode worker's core, others compute for `beside_s` in each of its steps."""
+def sample(
+    load: ClosedLoop, kind: Calibration, *, shared_host: bool, beside_s: float = 0.0, decode_workers: int = 1
+) -> Sample:
+    """What a cluster with these costs shows under a load, without chance. A batch runs whole from its first step on, in
+    equal parts on the decode workers. On their core, others compute for `beside_s` in each of their steps."""
     prefill, decode, link, front = kind.prefill, kind.decode, kind.link, kind.front
     tokens, n = load.input_len, load.requests
     rows = -(-tokens // 512) * n
@@ -53,7 +58,7 @@ def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool, beside_s: 
     handed = n if load.output_len > 1 else 0
     sent = 0 if load.shared else handed * tokens
     rounds = load.output_len - 1
-    batches = -(-n // load.concurrency)
+    batches = -(-n // load.concurrency) * min(decode_workers, load.concurrency)
     made = Sample(load, (), RoleCounters(), RoleCounters(), 0.0, 0.0, 0.0)
     decode_s = rounds * batches * decode.plain_s(n / batches, 0) + decode.context_s * made.context
     gap_s = link.latency_s + tokens * kind.token_bytes / link.bytes_per_s + decode.plain_s(1, tokens + 1)
@@ -102,6 +107,15 @@ def test_fits_find_the_costs_behind_the_samples(shared_host: bool) -> None:
     assert all(residual.largest < 0.03 for residual in found.residuals.values()), found.residuals
 
 
+def test_the_costs_of_two_decode_workers_are_those_of_one() -> None:
+    kind = replace(TRUE, decode=replace(DECODE, beyond=(*DECODE.beyond, (32, 1e-4))))
+    limits = replace(LIMITS, decode_workers=2)
+    given = [sample(load, kind, shared_host=True, decode_workers=2) for load in loads(limits)]
+    found = costs(given, limits.step_tokens, shared_host=True).decode
+    for rows in (1, 4, 16, 32, 64):
+        assert found.plain_s(rows, 0) == pytest.approx(kind.decode.plain_s(rows, 0), rel=1e-3), rows
+
+
 def test_what_does_not_fit_between_two_tokens_is_done_at_the_offer() -> None:
     link = replace(LINK, latency_s=1e-5, bytes_per_s=1e15, accept_s=6e-4)
     kind = replace(TRUE, link=link)
@@ -109,6 +123,18 @@ def test_what_does_not_fit_between_two_tokens_is_done_at_the_offer() -> None:
     fitted = costs(given, LIMITS.step_tokens, shared_host=True).link
     assert (fitted.accept_s, fitted.receive_s) == pytest.approx((6e-4, 1e-3), rel=0.05)
     assert fitted.latency_s == pytest.approx(1e-5, rel=0.1)
+
+
+def test_a_prefill_worker_does_at_the_offer_what_does_not_fit_between_two_tokens_either() -> None:
+    """Its tokens come as if it had nothing to do for hand-overs after the first one."""
+    given = [sample(load, replace(TRUE, link=LINK), shared_host=True) for load in loads(LIMITS)]
+    idle = replace(LINK, offer_s=0.0, send_s=0.0, receive_s=0.0, latency_s=1e-5, bytes_per_s=1e15)
+    early = [sample(load, replace(TRUE, link=idle), shared_host=True).records for load in loads(LIMITS)]
+    fitted = costs(
+        [replace(s, records=records) for s, records in zip(given, early, strict=True)], 512, shared_host=True
+    ).link
+    assert (fitted.accept_s, fitted.offer_s) == pytest.approx((1e-3, 2.5e-3), rel=0.05)
+    assert fitted.receive_s == pytest.approx(0.0, abs=1e-5) and fitted.send_s == pytest.approx(0.0, abs=1e-4)
 
 
 def test_a_replayed_stream_beside_coordinator_and_client_is_as_fast_as_the_measured_one() -> None:
@@ -145,6 +171,15 @@ def test_the_processor_time_of_threads_that_have_ended_counts() -> None:
         time.sleep(0.001)
     assert cpu_seconds(os.getpid()) - before >= spent[0]
     assert cpu_seconds(0) == 0.0
+
+
+def test_processor_time_of_workers_with_part_of_a_core_counts_as_what_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"role": "decode", "state": "ready", "step_s": 0.0, "speculation": None, "pids": [os.getpid()]}
+    cluster = SimpleNamespace(workers=(row,), document={"coordinator": {}})
+    monkeypatch.setattr(measured, "get_cluster", lambda url: cluster)
+    before = time.process_time()
+    counted = LoadClient("", ServerTarget("", "", "", 1.0, {}), 1, core_share=0.25).cpu_s()
+    assert 4 * before <= counted <= 4 * time.process_time()
 
 
 def test_a_fit_leaves_out_negative_terms_and_states_its_error() -> None:
