@@ -1,6 +1,6 @@
 """Goodput of a fixed number of workers on a mix that turns: each fixed split of the roles, and the autoscaler's flips.
 
-    python -m benchmarks.flips --save costs.json                      measured and predicted: 12 minutes on two idle
+    python -m benchmarks.flips --save costs.json                      measured and predicted: 11 minutes on two idle
                                                                       cores, as root
     python -m benchmarks.flips --costs costs.json                     the same with costs measured before
     python -m benchmarks.flips --costs costs.json --predict           predicted only
@@ -56,10 +56,10 @@ from sim.trace import TraceRow
 
 WORKERS, PHASES = 4, 2
 LONG, SHORT = (Lengths(600, 1200), Lengths(8, 16)), (Lengths(32, 64), Lengths(128, 192))
-WORK = 2.4
-"""Workers that a phase keeps busy with one role: 0.8 of three, so that costs may be a tenth too low; a fifth more than
-two can do."""
-PROMPTS, ROWS = 8, 32
+WORK = 2.6
+"""Workers that a phase keeps busy with one role: 0.87 of three, and 1.3 times what two can do. With 2.4 costs that are
+5 % too high or low change the goodput of 2:2 by up to 42 %, so with 2.6 by 10 % (flip.md)."""
+PROMPTS, ROWS = 8, 40
 """The limits: a prompt waits for as long as so many take, and a token takes as long as a step of so many sequences."""
 FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
 """From a worker's last sequence to its join in that role, in the simulator (flip.md)."""

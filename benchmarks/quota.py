@@ -3,8 +3,9 @@ By control groups: root, version 1 or 2.
 
 A group has the weight of WEIGHT other processes: with that of one, a worker that shared its core with other processes
 had 0.19 of a core instead of 0.25, and never used up its quota (results/flip.md). What it does not use in one period it
-may use in the next. Costs are processor time over the quota, hand-overs included, times what loads within
-the quota take longer than that: a worker that is stopped in most of each period finds less of its data in the caches.
+may use in the next. Costs are processor time over the quota, hand-overs included, measured within it: a worker that is
+stopped for most of each period reads its weights from memory again, not from a cache. That is as much for a step of
+few rows as for one of many, so no factor makes costs within the quota of those that were measured without it.
 
 Pools are small, and used once before anything is measured. On a virtual machine 4 KiB that are written for the
 first time took 1 to 30 us of a worker's quota: for the KV of 900 tokens up to 34 ms, where receiving it takes about
@@ -18,19 +19,16 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from benchmarks import kit
 from launch.bench.client import ServerTarget, base_url, first_model
 from launch.capacity.calibrate import calibrate
-from launch.capacity.loads import ClosedLoop, LoadClient, Sample
+from launch.capacity.loads import ClosedLoop, LoadClient
 from launch.cluster_api import Row
-from sim.scale.costs import Calibration, DecodeCosts, LinkCosts, PrefillCosts, Residual
+from sim.scale.costs import Calibration
 from sim.scale.members import ClusterShape
-from sim.stats import percentile
 
 QUOTA, PERIOD_US = 0.25, 20_000
 """Of a core, for each worker: four of them have half of two cores, the coordinator and the client the other half."""
@@ -38,6 +36,7 @@ WEIGHT = 8
 """Times that of another process on the same core."""
 FLAGS = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--exact", "--threads", "1")
 FLAGS += ("--kv-memory-gib", "0.25")  # 52,000 tokens
+TWO_OF_EACH = ("--prefill", "2", "--decode", "2")
 GROUPS = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
 _FILLER = """
 import os, sys
@@ -49,14 +48,6 @@ values = numpy.zeros(1 << 24, numpy.float32)
 while os.getppid() == parent:
     values += 1.0
 """
-_OF_SENDER = "offer_s", "send_s", "send_token_s"
-_OF_RECEIVER = "accept_s", "receive_s", "receive_token_s"
-CHECKED = (
-    *(ClosedLoop("prefill", 4 * clients, clients, 900, 1) for clients in (2, 4)),
-    *(ClosedLoop("decode", rows, rows, 48, 160, shared=True) for rows in (4, 8, 16, 32, 64)),
-)
-"""Prompts and batches as in the mixes that turn, within the quota."""
-Costs = TypeVar("Costs", PrefillCosts, DecodeCosts, LinkCosts)
 
 
 def limit(pid: int, quota: float) -> Path:
@@ -92,12 +83,13 @@ def quotas(rows: Iterable[Row], quota: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def filled() -> Iterator[None]:
-    """Keeps all cores busy with memory for as long as nothing else runs on them. A step takes longer the more the other
-    core computes, and the less the other workers leave of it in the caches: always the same with this."""
+def filled() -> Iterator[list[int]]:
+    """Keeps all cores busy with memory for as long as nothing else runs on them; yields the processes that do so. A
+    step takes longer the more the other core computes, and the less the other workers leave of it in the caches: always
+    the same with this."""
     fillers = [subprocess.Popen([sys.executable, "-c", _FILLER, str(core)]) for core in sorted(os.sched_getaffinity(0))]
     try:
-        yield
+        yield [filler.pid for filler in fillers]
     finally:
         for filler in fillers:
             filler.kill()
@@ -129,68 +121,18 @@ def target_of(url: str) -> ServerTarget:
 
 
 def calibrated(quota: float) -> Calibration:
-    """Returns the costs of workers that have `quota` of a core each."""
-    with filled(), kit.cluster(*FLAGS, "--prefill", "1", "--decode", "1") as running:
-        loads = LoadClient(running.url, target_of(running.url), 1)
-        use_pools(loads)
-        name = f"{quota:g} of a core"
-        alone = calibrate(loads, name, shared_host=True, repeats=1, progress=lambda line: print(line, file=sys.stderr))
-        kind = longer(alone, 1 / quota, 1 / quota)
-        # Of what passes between two steps, nothing is lost: the quota lasts longer.
-        kind = replace(kind, decode=replace(kind.decode, idle_s=0.0))
+    """Returns the costs of workers that have `quota` of a core each, measured on two of each role: they share caches as
+    the workers of the benchmarks do."""
+    with filled(), kit.cluster(*FLAGS, *TWO_OF_EACH) as running:
+        target = target_of(running.url)
+        use_pools(LoadClient(running.url, target, 2))
+        loads = LoadClient(running.url, target, 1, core_share=quota)
         with quotas(loads.rows(), quota):
-            return corrected(kind, [loads.measure(load) for load in CHECKED])
+            return calibrate(loads, f"{quota:g} of a core", shared_host=True, repeats=1, progress=_print)
 
 
-def longer(kind: Calibration, prefill: float, decode: float) -> Calibration:
-    """Returns the costs of workers whose computations take so many times as long. Pure."""
-    costs, link = kind.decode, kind.link
-    return replace(
-        kind,
-        prefill=_times(kind.prefill, prefill, "base_s", "token_s", "row_s", "pair_s"),
-        decode=replace(
-            _times(costs, decode, "base_s", "row_s", "context_s", "token_s", "draft_s"),
-            beyond=tuple((rows, seconds * decode) for rows, seconds in costs.beyond),
-        ),
-        link=_times(_times(link, prefill, *_OF_SENDER), decode, *_OF_RECEIVER),
-    )
-
-
-def _times(costs: Costs, factor: float, *names: str) -> Costs:
-    return replace(costs, **{name: getattr(costs, name) * factor for name in names})
-
-
-def corrected(kind: Calibration, checked: Sequence[Sample]) -> Calibration:
-    """Returns the costs by which loads that were measured within the quota take as long as they did, at the median of
-    each role, with the errors that are left as residuals. Pure."""
-    factors, left = dict[str, float](), dict[str, Residual]()
-    for role in ("prefill", "decode"):
-        ratios = sorted(took_s(s) / expected_s(kind, s) for s in checked if s.load.name == role)
-        factor = factors[role] = percentile(ratios, 50)
-        errors = sorted(abs(factor / ratio - 1) for ratio in ratios)
-        left[f"{role} within the quota, {factor:.3f} times as long"] = Residual(
-            percentile(errors, 50), errors[-1], len(errors)
-        )
-    return replace(longer(kind, **factors), residuals={**kind.residuals, **left})
-
-
-def took_s(sample: Sample) -> float:
-    """Returns how long the workers of the load's role computed: all of the time, or for decode from the first token on,
-    which comes from prefill."""
-    if sample.load.output_len == 1:
-        return sample.elapsed_s
-    arrivals = [record.arrivals for record in sample.records]
-    return max(times[-1] for times in arrivals) - min(times[0] for times in arrivals)
-
-
-def expected_s(kind: Calibration, sample: Sample) -> float:
-    """Returns what the costs say about that time."""
-    load, link = sample.load, kind.link
-    if load.output_len == 1:
-        return load.requests * kind.prefill.prompt_s(load.input_len, kind.prefill_worker.step_tokens)
-    steps, rows = sample.decode.steps, sample.decode.tokens / sample.decode.steps
-    receives_s = link.accept_s + link.receive_s
-    return steps * (kind.decode.plain_s(rows, sample.context / steps) + kind.decode.idle_s) + load.requests * receives_s
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def shape(kind: Calibration, prefill: int, decode: int, most: int = 0) -> ClusterShape:

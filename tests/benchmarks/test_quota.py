@@ -9,47 +9,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.flips import LONG, PHASES, ROWS, SHORT, WORK, counted, limits, mean, rates, turning_mix
-from benchmarks.quota import corrected, expected_s, longer, page_faults, shape
-from launch.bench.stats import RequestRecord
-from launch.capacity.loads import ClosedLoop, RoleCounters, Sample
+from benchmarks.quota import page_faults, shape
 from sim.stats import Slo
 from sim.trace import TraceRow
 from tests.support.scale import CALIBRATION
 
 LINK = replace(CALIBRATION.link, send_s=0.002, send_token_s=1e-6, receive_s=0.003, offer_s=0.001, accept_s=0.004)
 KIND = replace(CALIBRATION, link=LINK, decode=replace(CALIBRATION.decode, accepted=0.5, idle_s=0.001))
-
-
-def test_within_a_quota_processor_time_takes_longer_and_waits_do_not() -> None:
-    slow = longer(KIND, 4, 4)
-    assert slow.prompt_s(900) == pytest.approx(4 * KIND.prompt_s(900))
-    assert slow.decode.plain_s(48, 4000) == pytest.approx(4 * KIND.decode.plain_s(48, 4000))
-    assert slow.link.receive_s == 4 * LINK.receive_s and slow.link.accept_s == 4 * LINK.accept_s
-    assert (slow.link.latency_s, slow.link.bytes_per_s) == (LINK.latency_s, LINK.bytes_per_s)
-    assert (slow.decode.accepted, slow.decode.idle_s) == (0.5, 0.001)
-    assert slow.front == KIND.front and slow.prefill_worker == KIND.prefill_worker
-
-
-def measured(load: ClosedLoop, seconds: float) -> Sample:
-    """A load of which each decode step had all rows."""
-    steps = load.output_len - 1
-    record = RequestRecord(0.0, (1.0, 1.0 + seconds))
-    decode = RoleCounters(steps, 0.0, 0, steps * load.requests)
-    return Sample(load, (record,) * load.requests, RoleCounters(), decode, 0.0, 0.0, seconds)
-
-
-def test_costs_within_a_quota_are_corrected_by_what_loads_took_there() -> None:
-    loads = [ClosedLoop("prefill", 8, 2, 900, 1), ClosedLoop("decode", 16, 16, 48, 160, shared=True)]
-    loads += [replace(loads[1], requests=rows, concurrency=rows) for rows in (4, 64)]
-    factors = [1.25, 1.5, 1.2, 1.8]
-    checked = [measured(load, 1.0) for load in loads]
-    checked = [measured(s.load, expected_s(KIND, s) * factor) for s, factor in zip(checked, factors, strict=True)]
-    made = corrected(KIND, checked)
-    assert made.prefill.prompt_s(900, 512) == pytest.approx(1.25 * KIND.prefill.prompt_s(900, 512))
-    assert made.decode.plain_s(48, 4000) == pytest.approx(1.5 * KIND.decode.plain_s(48, 4000)), "the median"
-    assert (made.link.send_s, made.link.receive_s) == pytest.approx((1.25 * LINK.send_s, 1.5 * LINK.receive_s))
-    left = made.residuals["decode within the quota, 1.500 times as long"]
-    assert left.largest == pytest.approx(0.25) and left.count == 3
 
 
 def test_each_phase_of_the_mix_keeps_as_many_workers_busy_with_one_role() -> None:
