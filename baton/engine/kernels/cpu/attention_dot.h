@@ -44,37 +44,77 @@ inline void add_values(const Plan<bf16>& plan, const char* values, const char* w
   }
 }
 
-// Few queries. A column's query is stored in bf16, in the first half of its floats; its weights are rounded later.
+// Few queries. A column's query and its weights are stored in bf16, in the first half of its floats.
 BATON_LANES void put_query(float* query, int64_t at, Floats x, bf16) { store(reinterpret_cast<bf16*>(query) + at, x); }
-BATON_LANES Floats as_factor(Floats weight, bf16) { return weight; }
+BATON_LANES void put_weight(float* weights, int64_t key, Floats x, bf16) { put_query(weights, key, x, bf16()); }
 
-// scores [COLUMNS][64], 32 of each, of transposed keys and queries [COLUMNS][width].
-template <int COLUMNS>
-void score_few(const bf16* keys, int64_t size, const float* queries, int64_t width, float* scores) {
-  Floats sums[COLUMNS][2];
-#pragma GCC unroll 3
-  for (int c = 0; c < COLUMNS; ++c) sums[c][0] = sums[c][1] = zero();
-  const char* pair = reinterpret_cast<const char*>(queries);
-  for (int64_t element = 0; element < size; element += 2, keys += 2 * HALF, pair += 4)
+// pairs[d] lane k = pair d of 8 in key k of 16; `load` returns the 8 pairs of a key.
+template <class Load>
+BATON_LANES void transpose_pairs(Load load, Ints pairs[8]) {
+  Ints half[2][4];  // four pairs of keys k, four of keys k + 4, then the same of 8 keys farther
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const Ints key = _mm512_load_si512(keys + 32 * i);
-#pragma GCC unroll 3
-      for (int c = 0; c < COLUMNS; ++c)
-        sums[c][i] = multiply_add<bf16>(sums[c][i], broadcast_dword(pair + c * width * 4), key);
-    }
-#pragma GCC unroll 3
-  for (int c = 0; c < COLUMNS; ++c)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) store_aligned(scores + c * KEYS + 16 * i, sums[c][i]);
+  for (int n = 0; n < 2; ++n) {
+    Ints keys[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k)
+      keys[k] = _mm512_inserti64x4(_mm512_castsi256_si512(load(8 * n + k)), load(8 * n + k + 4), 1);
+    const Ints a = zip_low(keys[0], keys[1]), b = zip_high(keys[0], keys[1]);
+    const Ints c = zip_low(keys[2], keys[3]), d = zip_high(keys[2], keys[3]);
+    half[n][0] = zip_low_pairs(a, c), half[n][1] = zip_high_pairs(a, c);
+    half[n][2] = zip_low_pairs(b, d), half[n][3] = zip_high_pairs(b, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = _mm512_shuffle_i32x4(half[0][i], half[1][i], 0x88);
+    pairs[i + 4] = _mm512_shuffle_i32x4(half[0][i], half[1][i], 0xdd);
+  }
 }
 
-// output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of CHUNKS times 32 elements from `first` on. Of
-// each 32 elements the output has four of each eight, then the other four. Prefetches as many bytes as it reads.
+// scores [heads][columns][64], 32 of each, of the keys of all heads at 32 places and queries [heads][columns][width]. 8
+// pairs of elements of one head are multiplied as soon as they are transposed; those of the next head do not wait for them.
+inline void score_heads(
+    const bf16* keys, const int64_t* at, int64_t heads, int64_t size, const float* queries, int64_t columns, int64_t width,
+    bf16*, float* scores, Ahead& shared) {
+  Ahead ahead = shared;
+  for (int64_t first = 0; first < size; first += 16)
+    for (int64_t head = 0; head < heads; ++head) {
+      Ints pairs[2][8];
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) {
+        const auto from = [&](int k) { return keys + at[16 * n + k] + head * size + first; };
+        if (size - first >= 16)
+          transpose_pairs([&](int k) { return _mm256_loadu_si256(integers(from(k))); }, pairs[n]);
+        else
+          transpose_pairs([&](int k) { return _mm256_maskz_loadu_epi16(first_lanes(size - first), from(k)); }, pairs[n]);
+      }
+      in_turns(columns, [&](int64_t c, auto number) {
+        const int64_t i = head * columns + c;
+        const char* query = reinterpret_cast<const char*>(queries + i * width) + first * sizeof(bf16);
+        float* to = scores + i * KEYS;
+        Floats sums[number][2];
+        for (int i = 0; i < number; ++i)
+          for (int n = 0; n < 2; ++n) sums[i][n] = first == 0 ? zero() : load_aligned(to + i * KEYS + 16 * n);
+#pragma GCC unroll 8
+        for (int d = 0; d < 8; ++d)
+          for (int i = 0; i < number; ++i) {
+            const Ints pair = broadcast_dword(query + i * width * 4 + d * 4);
+            for (int n = 0; n < 2; ++n) sums[i][n] = multiply_add<bf16>(sums[i][n], pairs[n][d], pair);
+          }
+        for (int i = 0; i < number; ++i)
+          for (int n = 0; n < 2; ++n) store_aligned(to + i * KEYS + 16 * n, sums[i][n]);
+      });
+      ahead.lines(16);
+    }
+  shared = ahead;
+}
+
+// output [COLUMNS][width] += weights [COLUMNS][64] times the values of keys [key, end), of CHUNKS times 32 elements from
+// `first` on. Of each 32 elements the output has four of each eight, then the other four. Prefetches as many bytes as it
+// reads.
 template <int COLUMNS, int CHUNKS>
 void add_pairs(
-    const bf16* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const bf16* weights, float* output,
-    int64_t width, Ahead& shared) {
+    const bf16* values, const int64_t* at, int64_t key, int64_t end, int64_t first, int64_t size, const float* weights,
+    float* output, int64_t width, Ahead& shared) {
   Ahead ahead = shared;
   const __mmask32 lanes = CHUNKS > 1 || size - first >= 32 ? ~0u : (1u << (size - first)) - 1;
   Floats sums[COLUMNS][2 * CHUNKS];
@@ -82,10 +122,11 @@ void add_pairs(
   for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 4
     for (int i = 0; i < 2 * CHUNKS; ++i) sums[c][i] = load_aligned(output + c * width + first + 16 * i);
-  for (int64_t key = 0; key < count; key += 2) {
+  for (; key < end; key += 2) {
     Ints weight[COLUMNS];
 #pragma GCC unroll 3
-    for (int c = 0; c < COLUMNS; ++c) weight[c] = broadcast_dword(reinterpret_cast<const char*>(weights + c * KEYS + key));
+    for (int c = 0; c < COLUMNS; ++c)
+      weight[c] = broadcast_dword(reinterpret_cast<const char*>(weights + c * KEYS) + key * sizeof(bf16));
 #pragma GCC unroll 2
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
       const Ints even = _mm512_maskz_loadu_epi16(lanes, values + at[key] + first + 32 * chunk);
@@ -108,15 +149,13 @@ void add_pairs(
 
 template <int COLUMNS>
 void add_few(
-    const bf16* values, const int64_t* at, int64_t count, int64_t size, const float* weights, float* output, int64_t width,
-    Ahead& ahead) {
-  alignas(64) bf16 rounded[COLUMNS * KEYS];
-  for (int64_t i = 0; i < COLUMNS * KEYS; i += 16) store(rounded + i, load_aligned(weights + i));
+    const bf16* values, const int64_t* at, int64_t key, int64_t end, int64_t size, const float* weights, float* output,
+    int64_t width, Ahead& ahead) {
   int64_t first = 0;
   for (; first + 64 <= size; first += 64)
-    add_pairs<COLUMNS, 2>(values, at, count, first, size, rounded, output, width, ahead);
+    add_pairs<COLUMNS, 2>(values, at, key, end, first, size, weights, output, width, ahead);
   for (; first < size; first += 32)
-    add_pairs<COLUMNS, 1>(values, at, count, first, size, rounded, output, width, ahead);
+    add_pairs<COLUMNS, 1>(values, at, key, end, first, size, weights, output, width, ahead);
 }
 
 }  // namespace

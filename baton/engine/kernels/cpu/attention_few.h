@@ -1,7 +1,7 @@
 // Attention of rows with few queries (decode steps, verified draft tokens); products in float32 by registers of 8 lanes.
 //
-// So few columns do not fill a register. Therefore lanes are keys when scores are summed, with keys transposed eight at
-// a time, and elements when values are summed. A column has the same bits as in a tile: scores are summed over elements
+// So few columns do not fill a register. Therefore lanes are keys when scores are summed, with keys transposed, and
+// elements when values are summed. A column has the same bits as in a tile: scores are summed over elements
 // and values over keys, front to back (in bf16 as in attention_few_tiles.h at level amx, as in attention_dot.h at
 // avx512_bf16), the weights of a block in four sums, by key modulo 4.
 //
@@ -18,8 +18,6 @@
 
 namespace baton {
 namespace {
-
-constexpr int64_t MOST_COLUMNS = 3;  // of a product: 12 registers of sums
 
 thread_local Scratch few_memory;
 
@@ -90,13 +88,13 @@ void score_few(const float* keys, int64_t size, const float* queries, int64_t wi
     for (int i = 0; i < 4; ++i) _mm256_store_ps(scores + c * KEYS + 8 * i, sums[c][i]);
 }
 
-// output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of the elements in CHUNKS times 8 dwords from
-// `first` on. In bf16 the output's elements are deinterleaved: of each 16 the even ones and then the odd ones.
+// output [COLUMNS][width] += weights [COLUMNS][64] times the values of keys [key, end), of the elements in CHUNKS times 8
+// dwords from `first` on. In bf16 the output's elements are deinterleaved: of each 16 the even ones and then the odd ones.
 // Prefetches as many bytes as it reads.
 template <int COLUMNS, int CHUNKS, class E>
 BATON_LANES void add_elements(
-    const E* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const float* weights, float* output,
-    int64_t width, Ahead& shared) {
+    const E* values, const int64_t* at, int64_t key, int64_t end, int64_t first, int64_t size, const float* weights,
+    float* output, int64_t width, Ahead& shared) {
   Ahead ahead = shared;
   constexpr int PER = PER_DWORD<E>, REGISTERS = CHUNKS * PER;
   __m256 sums[COLUMNS][REGISTERS];
@@ -104,7 +102,7 @@ BATON_LANES void add_elements(
   for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 8
     for (int i = 0; i < REGISTERS; ++i) sums[c][i] = _mm256_load_ps(output + c * width + first + 8 * i);
-  for (int64_t key = 0; key < count; ++key) {
+  for (; key < end; ++key) {
     __m256 weight[COLUMNS];
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) weight[c] = _mm256_broadcast_ss(weights + c * KEYS + key);
@@ -133,66 +131,71 @@ BATON_LANES void add_elements(
 
 template <int COLUMNS, class E>
 void add_few(
-    const E* values, const int64_t* at, int64_t count, int64_t size, const float* weights, float* output, int64_t width,
-    Ahead& ahead) {
+    const E* values, const int64_t* at, int64_t key, int64_t end, int64_t size, const float* weights, float* output,
+    int64_t width, Ahead& ahead) {
   constexpr int64_t CHUNK = 8 * PER_DWORD<E>;
   int64_t first = 0;
   for (; first + 32 <= size; first += 32)
-    add_elements<COLUMNS, 32 / CHUNK>(values, at, count, first, size, weights, output, width, ahead);
+    add_elements<COLUMNS, 32 / CHUNK>(values, at, key, end, first, size, weights, output, width, ahead);
   for (; first < size; first += CHUNK)
-    add_elements<COLUMNS, 1>(values, at, count, first, size, weights, output, width, ahead);
+    add_elements<COLUMNS, 1>(values, at, key, end, first, size, weights, output, width, ahead);
 }
 
-// Calls work(first, std::integral_constant<int, count>) for groups of up to MOST_COLUMNS columns, of nearly equal size.
-template <class Work>
-void in_turns(int64_t columns, Work work) {
-  for (int64_t first = 0; first < columns;) {
-    const int64_t turns = (columns - first + MOST_COLUMNS - 1) / MOST_COLUMNS;
-    const int64_t count = (columns - first + turns - 1) / turns;
-    if (count == 3) work(first, std::integral_constant<int, 3>());
-    if (count == 2) work(first, std::integral_constant<int, 2>());
-    if (count == 1) work(first, std::integral_constant<int, 1>());
-    first += count;
+// scores [heads][columns][64], 32 of each, of the keys of all heads at 32 places and queries [heads][columns][width].
+// `turned` is scratch memory for 32 transposed keys.
+template <class E>
+void score_heads(
+    const E* keys, const int64_t* at, int64_t heads, int64_t size, const float* queries, int64_t columns, int64_t width,
+    Factor<E>* turned, float* scores, Ahead& ahead) {
+  for (int64_t head = 0; head < heads; ++head) {
+    transpose_keys(keys + head * size, at, size, turned, ahead);
+    in_turns(columns, [&](int64_t c, auto number) {
+      const int64_t i = head * columns + c;
+      score_few<number>(turned, size, queries + i * width, width, scores + i * KEYS);
+    });
   }
 }
 
 BATON_LANES void put_query(float* query, int64_t at, Floats x, float) { store_aligned(query + at, x); }
-BATON_LANES Floats as_factor(Floats weight, float) { return weight; }
+BATON_LANES void put_weight(float* weights, int64_t key, Floats x, float) { store_aligned(weights + key, x); }
 
 // Running state of a column.
 struct Column {
-  float maximum, sum;
+  int64_t position;
   float* output;  // [width]
+  float maximum = NO_SCORE, sum = 0.0f, shrink = 1.0f;
 
-  // Converts a block's `count` scores, padded to a multiple of 16, to weights; keys outside [from, to) are masked.
-  template <class E>
-  void weigh(float* scores, int64_t count, int64_t from, int64_t to, float factor, int64_t width) {
+  // Updates the maximum by a block's `count` scores, padded to a multiple of 16, and multiplies the output accordingly;
+  // keys outside [from, to) are masked.
+  void raise(float* scores, int64_t count, int64_t from, int64_t to, float factor, int64_t width) {
     const int64_t end = round_up(count, 16);
     for (int64_t key = 0; key < std::min(from, end); ++key) scores[key] = -__builtin_inff();
     for (int64_t key = std::max<int64_t>(to, 0); key < end; ++key) scores[key] = -__builtin_inff();
-    Floats most = floats(maximum);
+    const Floats before = floats(maximum);
+    Floats most = before;
     for (int64_t key = 0; key < end; key += 16) most = max(load_aligned(scores + key), most);
-    const float highest = baton::most(most);
-    const Floats now = floats(highest), scale = floats(factor), shift = now * scale;
+    maximum = baton::most(most);
+    // Multiplied even by 1: whether a maximum rises is hard to predict.
+    const Floats power = exp2_negative<float>((before - floats(maximum)) * floats(factor));
+    for (int64_t i = 0; i < width; i += 16) store_aligned(output + i, load_aligned(output + i) * power);
+    shrink = first(power);
+  }
+
+  // Converts the scores to weights.
+  template <class E>
+  void weigh(float* scores, int64_t count, float factor) {
+    const Floats now = floats(maximum), scale = floats(factor), shift = now * scale;
     __m128 sums = _mm_setzero_ps();
-    for (int64_t key = 0; key < end; key += 16) {
+    for (int64_t key = 0; key < count; key += 16) {
       const Floats score = load_aligned(scores + key);
       const Floats weight = exp2_negative<E>(sizeof(E) == 2 ? fms(score, scale, shift) : (score - now) * scale);
       for (const __m256 half : {low_half(weight), high_half(weight)}) {
         sums = _mm_add_ps(sums, _mm256_castps256_ps128(half));
         sums = _mm_add_ps(sums, _mm256_extractf128_ps(half, 1));
       }
-      store_aligned(scores + key, as_factor(weight, Factor<E>()));
+      put_weight(scores, key, weight, Factor<E>());
     }
-    const float total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    if (maximum != highest) {
-      const Floats shrink = exp2_negative<float>((floats(maximum) - now) * scale);
-      for (int64_t i = 0; i < width; i += 16) store_aligned(output + i, load_aligned(output + i) * shrink);
-      sum = __builtin_fmaf(sum, first(shrink), total);
-      maximum = highest;
-    } else {
-      sum += total;
-    }
+    sum = __builtin_fmaf(sum, shrink, (sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 };
 
@@ -213,8 +216,8 @@ BATON_LANES Floats in_order(const float* output, int64_t at) {
 #endif
 }
 
-// Computes a row of few columns (token, head) for KV heads [first_head, last_head): all heads of a block, then the next
-// block, as in memory. `fetched`: the first block is prefetched already; that of the row `after`, if any, will be.
+// Computes a row of few columns (token, head) for KV heads [first_head, last_head): all heads of 32 keys, then the next
+// keys, as in memory. `fetched`: the first block is prefetched already; that of the row `after`, if any, will be.
 template <class E>
 void attend_few(
     const Plan<E>& plan, const Row& row, bool fetched, const Row* after, int64_t first_head, int64_t last_head,
@@ -222,10 +225,10 @@ void attend_few(
   const AttentionShape& s = plan.shape;
   const int64_t columns = row.length * plan.group, size = s.head_dim, width = round_up(size, TURN<E>);
   const int64_t heads = last_head - first_head, all = heads * columns;
-  const int64_t floats_needed = width * HALF + columns * KEYS + all * 2 * width;
+  const int64_t floats_needed = width * HALF + all * (KEYS + 2 * width);
   float* memory = reinterpret_cast<float*>(few_memory.get(floats_needed * sizeof(float) + all * sizeof(Column)));
   Factor<E>* turned = reinterpret_cast<Factor<E>*>(memory);
-  float *scores = memory + width * HALF, *query = scores + columns * KEYS, *output = query + all * width;
+  float *scores = memory + width * HALF, *query = scores + all * KEYS, *output = query + all * width;
   Column* state = reinterpret_cast<Column*>(output + all * width);
   const auto place = [&](int64_t i, int64_t apart) {  // offset of column i, counted over all heads
     const int64_t c = i % columns, head = first_head + i / columns;
@@ -237,45 +240,39 @@ void attend_few(
       put_query(query + i * width, at, load(from + at, first_lanes(size - at)), Factor<E>());
       store_aligned(output + i * width + at, zero());
     }
-    state[i] = {NO_SCORE, 0.0f, output + i * width};
+    state[i] = {row.start + i % columns / plan.group, output + i * width};
   }
   const int64_t end = row.start + row.length;
   int64_t block = plan.first_block(row.start);
   Places now(s, row, block);
-  if (!fetched) {
-    Runs runs(s, pool, now, sizeof(E), first_head, heads);
-    for (Run run = runs.next(); run.step > 0; run = runs.next())
-      for (; run.line < run.end; run.line += run.step) prefetch(run.line);
-  }
+  Runs runs[2];  // of a block and the next one, by turns
+  runs[block % 2].set(s, pool, now, sizeof(E), first_head, heads);
+  if (!fetched)
+    for (Cursor first(runs[block % 2]); !first.ended();) first.lines(1);
   for (; block * KEYS < end; ++block) {
     const bool over = (block + 1) * KEYS >= end && after != nullptr;
     const Places next(s, over ? *after : row, over ? plan.first_block(after->start) : block + 1);
-    const int64_t first = block * KEYS, halves = (now.count + HALF - 1) / HALF;
-    Runs runs(s, pool, next, sizeof(E), first_head, heads);
-    Ahead ahead(&runs), nothing(scores);
+    const Runs &own = runs[block % 2], &later = runs[(block + 1) % 2];
+    runs[(block + 1) % 2].set(s, pool, next, sizeof(E), first_head, heads);
+    Ahead ahead{Cursor(later), Cursor(own, &later), (next.count + now.count - 1) / now.count}, nothing{{}, {}, 0};
+    ahead.again.skip(AGAIN);
     const Opened<E> opened(s, pool, now, first_head, heads);
     const int64_t* at = opened.places;
-    for (int64_t head = 0; head < heads; ++head) {
-      const E *own_keys = opened.keys + head * size, *own_values = opened.values + head * size;
-      const float* own_query = query + head * columns * width;
-      float* own_output = output + head * columns * width;
-      for (int64_t half = 0; half < halves; ++half) {
-        transpose_keys(own_keys, at + half * HALF, size, turned, ahead);
-        in_turns(columns, [&](int64_t c, auto number) {
-          score_few<number>(turned, size, own_query + c * width, width, scores + c * KEYS + half * HALF);
-        });
-      }
-      for (int64_t c = 0; c < columns; ++c) {
-        const int64_t last = row.start + c / plan.group - first;  // the key at the column's own position
-        state[head * columns + c].template weigh<E>(
-            scores + c * KEYS, now.count, s.window ? last - s.window + 1 : 0, last + 1, plan.scale, width);
-      }
-      in_turns(columns, [&](int64_t c, auto number) {
-        add_few<number>(
-            own_values, at, now.count, size, scores + c * KEYS, own_output + c * width, width,
-            c == 0 ? ahead : nothing);
-      });
+    for (int64_t key = 0; key < now.count; key += HALF)
+      score_heads(opened.keys, at + key, heads, size, query, columns, width, turned, scores + key, ahead);
+    for (int64_t i = 0; i < all; ++i) {
+      const int64_t last = state[i].position - block * KEYS;  // the key at the column's own position
+      state[i].raise(scores + i * KEYS, now.count, s.window ? last - s.window + 1 : 0, last + 1, plan.scale, width);
     }
+    for (int64_t i = 0; i < all; ++i) state[i].template weigh<E>(scores + i * KEYS, now.count, plan.scale);
+    for (int64_t key = 0; key < now.count; key += HALF)
+      for (int64_t head = 0; head < heads; ++head)
+        in_turns(columns, [&](int64_t c, auto number) {
+          const int64_t i = head * columns + c;
+          add_few<number>(
+              opened.values + head * size, at, key, std::min(key + HALF, now.count), size, scores + i * KEYS,
+              output + i * width, width, c == 0 ? ahead : nothing);
+        });
     now = next;
   }
   for (int64_t i = 0; i < all; ++i) {

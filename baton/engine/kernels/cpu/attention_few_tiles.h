@@ -33,11 +33,28 @@ BATON_LANES Floats odd(const bf16* from, __mmask32 lanes) {
   return as_floats(_mm512_maskz_loadu_epi16(lanes & 0xaaaaaaaa, from));
 }
 
+// Transposes 32 keys to [pairs of elements][32], zero-padded to whole tiles. Prefetches as many bytes as they have.
+inline void transpose_keys(const bf16* keys, const int64_t* at, int64_t size, bf16* to, Ahead& shared) {
+  Ahead ahead = shared;
+  for (int64_t key = 0; key < HALF; key += 16)
+    for (int64_t tile = 0; tile * 2 * TILE < size; ++tile) {
+      Ints rows[16];
+      for (int i = 0; i < 16; ++i) {
+        rows[i] = load_row(keys + at[key + i], size, tile);
+        ahead.lines(1);
+      }
+      transpose(rows);
+      for (int i = 0; i < 16; ++i) store_aligned(to + ((tile * TILE + i) * HALF + key) * 2, rows[i]);
+    }
+  shared = ahead;
+}
+
 BATON_LANES void put_query(float* query, int64_t at, Floats x, bf16) { store_aligned(query + at, x); }
 
-// Rounds a weight as put_weights does.
-BATON_LANES Floats as_factor(Floats weight, bf16) {
-  return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(weight)), 16));
+// Rounds weights as put_weights does.
+BATON_LANES void put_weight(float* weights, int64_t key, Floats x, bf16) {
+  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
+  store_aligned(weights + key, as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16)));
 }
 
 template <int COLUMNS>
@@ -77,62 +94,61 @@ void score_few(const bf16* keys, int64_t size, const float* queries, int64_t wid
   score_pairs<COLUMNS>(keys, size, queries, width, scores);
 }
 
-// output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of CHUNKS times 32 elements from `first` on.
-// The output is deinterleaved: of each 32 the even ones, then the odd ones. Prefetches as many bytes as it reads.
+// output [COLUMNS][width] += weights [COLUMNS][64] times the values of keys [key, end), those of one product, of CHUNKS
+// times 32 elements from `first` on. The output is deinterleaved: of each 32 the even ones, then the odd ones. Prefetches
+// as many bytes as it reads.
 template <int COLUMNS, int CHUNKS>
 [[gnu::noinline]] void add_pairs(
-    const bf16* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const float* weights, float* output,
-    int64_t width, Ahead& shared) {
+    const bf16* values, const int64_t* at, int64_t key, int64_t end, int64_t first, int64_t size, const float* weights,
+    float* output, int64_t width, Ahead& shared) {
   Ahead ahead = shared;
   constexpr int REGISTERS = 2 * CHUNKS;
   const __mmask32 lanes = CHUNKS > 1 || size - first >= 32 ? ~0u : (1u << (size - first)) - 1;
-  output += first;
-  for (int64_t begin = 0; begin < KEYS; begin += PRODUCT) {
-    Floats sums[2][COLUMNS][REGISTERS];  // over even and odd keys
+  Floats sums[2][COLUMNS][REGISTERS];  // over even and odd keys
 #pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n)
-#pragma GCC unroll 3
-      for (int c = 0; c < COLUMNS; ++c)
-#pragma GCC unroll 4
-        for (int i = 0; i < REGISTERS; ++i) sums[n][c][i] = zero();
-    for (int64_t key = begin; key < std::min(begin + PRODUCT, count); key += 2) {
-#pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) {
-        const bf16* from = values + at[key + n] + first;
-#pragma GCC unroll 2
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-          const Floats low = even(from + 32 * chunk, lanes), high = odd(from + 32 * chunk, lanes);
-#pragma GCC unroll 3
-          for (int c = 0; c < COLUMNS; ++c) {
-            const Floats weight = floats(weights[c * KEYS + key + n]);
-            sums[n][c][2 * chunk] = fma(low, weight, sums[n][c][2 * chunk]);
-            sums[n][c][2 * chunk + 1] = fma(high, weight, sums[n][c][2 * chunk + 1]);
-          }
-        }
-      }
-      ahead.lines(2 * CHUNKS);
-    }
+  for (int n = 0; n < 2; ++n)
 #pragma GCC unroll 3
     for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 4
-      for (int i = 0; i < REGISTERS; ++i) {
-        float* to = output + c * width + 16 * i;
-        store_aligned(to, add(load_aligned(to), add(sums[0][c][i], sums[1][c][i])));
+      for (int i = 0; i < REGISTERS; ++i) sums[n][c][i] = zero();
+  for (; key < end; key += 2) {
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) {
+      const bf16* from = values + at[key + n] + first;
+#pragma GCC unroll 2
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const Floats low = even(from + 32 * chunk, lanes), high = odd(from + 32 * chunk, lanes);
+#pragma GCC unroll 3
+        for (int c = 0; c < COLUMNS; ++c) {
+          const Floats weight = floats(weights[c * KEYS + key + n]);
+          sums[n][c][2 * chunk] = fma(low, weight, sums[n][c][2 * chunk]);
+          sums[n][c][2 * chunk + 1] = fma(high, weight, sums[n][c][2 * chunk + 1]);
+        }
       }
+    }
+    ahead.lines(2 * CHUNKS);
   }
+#pragma GCC unroll 3
+  for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i) {
+      float* to = output + c * width + first + 16 * i;
+      store_aligned(to, add(load_aligned(to), add(sums[0][c][i], sums[1][c][i])));
+    }
   shared = ahead;
 }
 
 template <int COLUMNS>
 void add_few(
-    const bf16* values, const int64_t* at, int64_t count, int64_t size, const float* weights, float* output, int64_t width,
-    Ahead& ahead) {
+    const bf16* values, const int64_t* at, int64_t key, int64_t end, int64_t size, const float* weights, float* output,
+    int64_t width, Ahead& ahead) {
+  static_assert(HALF == PRODUCT);
   const Flushed flushed;
   int64_t first = 0;
   for (; first + 64 <= size; first += 64)
-    add_pairs<COLUMNS, 2>(values, at, count, first, size, weights, output, width, ahead);
+    add_pairs<COLUMNS, 2>(values, at, key, end, first, size, weights, output, width, ahead);
   for (; first < size; first += 32)
-    add_pairs<COLUMNS, 1>(values, at, count, first, size, weights, output, width, ahead);
+    add_pairs<COLUMNS, 1>(values, at, key, end, first, size, weights, output, width, ahead);
 }
 
 }  // namespace

@@ -55,21 +55,5 @@ inline void put_weights(char* to, int64_t key, __m512 low, __m512 high, bf16) {
   _mm512_store_si512(to + key / 2 * 64, _mm512_permutexvar_epi16(_mm512_load_si512(order), pair));
 }
 
-// Transposes 32 keys to [pairs of elements][32], zero-padded to whole tiles. Prefetches as many bytes as they have.
-inline void transpose_keys(const bf16* keys, const int64_t* at, int64_t size, bf16* to, Ahead& shared) {
-  Ahead ahead = shared;
-  for (int64_t key = 0; key < HALF; key += 16)
-    for (int64_t tile = 0; tile * 2 * TILE < size; ++tile) {
-      Ints rows[16];
-      for (int i = 0; i < 16; ++i) {
-        rows[i] = load_row(keys + at[key + i], size, tile);
-        ahead.lines(1);
-      }
-      transpose(rows);
-      for (int i = 0; i < 16; ++i) store_aligned(to + ((tile * TILE + i) * HALF + key) * 2, rows[i]);
-    }
-  shared = ahead;
-}
-
 }  // namespace
 }  // namespace baton

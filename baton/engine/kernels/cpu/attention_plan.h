@@ -52,6 +52,19 @@ struct Plan {
   int64_t tiles_of(const Row& row) const { return (row.length * group + TILE - 1) / TILE; }
 };
 
+// Calls work(first, std::integral_constant<int, count>) for groups of up to three columns (of whose sums attention of few
+// queries has 12 registers); the last four as two and two.
+template <class Work>
+void in_turns(int64_t columns, Work work) {
+  for (int64_t first = 0; first < columns;) {
+    const int64_t left = columns - first, count = left == 4 ? 2 : std::min<int64_t>(left, 3);
+    if (count == 3) work(first, std::integral_constant<int, 3>());
+    if (count == 2) work(first, std::integral_constant<int, 2>());
+    if (count == 1) work(first, std::integral_constant<int, 1>());
+    first += count;
+  }
+}
+
 // Offsets of a block's positions in a pool, in elements. An incomplete block is padded with its last position, which is
 // then masked; a block after the row's end has no positions.
 struct Places {
