@@ -1,7 +1,7 @@
 """A simulated decode worker: the product's scheduler and hand-over machine, and a thin model of what executes them.
 
-`DecodeTier` stands for decode/worker.py, `Receiver` and `ReceivingLink` for decode/receiver.py. With its counterpart
-sim/prefill.py this is the only file that knows how those machines are driven.
+`DecodeTier` stands for decode/worker.py, `Receiver` and `ReceivingLink` for decode/receiver.py. Only this file and its
+counterparts, sim/prefill.py and sim/sender.py, know how those machines are driven.
 """
 
 from __future__ import annotations
