@@ -14,15 +14,11 @@ present worker can hold is skipped.
 A request goes to the workers of one class (`coordinator.policy.workers`): of those that may serve it, to the one whose
 smaller side has the most room, in requests of its size. A decode worker may compute a prompt itself (policy.split); it
 then needs the room of both, and its backlog of prompts is limited as that of a prefill worker.
-
-The chosen prefill worker is the one that would compute the prompt first: it has the fewest tokens to compute, counting
-its backlog and the part of this prompt that it has not cached. The chosen decode worker is the one that holds the
-longest prefix, unless more than PREFIX_SLACK more sequences run there than on the emptiest one.
+Which worker of the class it is: policy.pick.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -34,47 +30,18 @@ from baton.core.errors import ContextLengthExceeded, InvariantError, QuotaExceed
 from baton.core.events import PromptCost
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
+from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.overtaking import Closed
-from coordinator.policy.pool import ANY_ROOM, BACKLOG_STEPS, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.pick import pick_by_turn, pick_decode, pick_prefill, tokens_to_compute
+from coordinator.policy.pool import ANY_ROOM, BACKLOG_STEPS, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
 from coordinator.policy.split import Decision, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerClass, WorkerTable, continues
 
-PREFIX_SLACK = 4
 MAX_OVERTAKEN = 64  # choices that wait for room in one class while later ones use another
-START_TOKENS = 128.0  # expected output length before any output has ended
 NO_ADAPTER = "adapter_not_loaded"
-_WEIGHT = 0.05  # of each new output in the moving average
-_COMPARED = 8  # workers with room that are compared for a prompt
-
-
-class OutputExpectation:
-    """Estimates for how many tokens a sequence will need blocks: its prompt and an output of recent average length.
-
-    `max_tokens` is a bad estimate: most outputs end long before it, so reserving for it leaves most of the memory idle.
-    The prompt alone is a bad estimate too: sequences admitted without room to grow preempt each other, and preempted
-    ones are recomputed.
-    """
-
-    def __init__(self) -> None:
-        self.mean_tokens = START_TOKENS  # moving average of the lengths of ended outputs
-
-    def ended(self, produced: int) -> None:
-        """Records that an output of `produced` tokens has ended, for any reason."""
-        if produced > 0:
-            self.mean_tokens += _WEIGHT * (produced - self.mean_tokens)
-
-    def tokens(self, prefill_tokens: int, kv_tokens: int) -> int:
-        """Returns how many tokens a sequence is expected to have, at most `kv_tokens`."""
-        return min(kv_tokens, prefill_tokens + round(self.mean_tokens))
-
-    def growth(self, prefill_tokens: int, kv_tokens: int, produced: int, worker: Worker) -> int:
-        """Returns the further blocks that a sequence is expected to need at its decode worker, at least the column that
-        decode keeps free."""
-        expected = worker.blocks_for(self.tokens(prefill_tokens, kv_tokens))
-        return max(worker.blocks_of_column, expected - worker.blocks_for(prefill_tokens + produced))
 
 
 class Pick(NamedTuple):
@@ -347,7 +314,7 @@ class Dispatcher:
             pick = without or self._pick(choice, each)
             if isinstance(pick, Pick):
                 choice.prefill, choice.decision = pick.prefill, pick.decision
-                choice.to_compute = self._to_compute(pick.prefill, choice)
+                choice.to_compute = tokens_to_compute(pick.prefill, choice)
                 choice.revision = pick.prefill.join.revision
                 self._name_targets(choice, pick.targets, pick.prefill if pick.prefill.role == "decode" else None)
                 return True
@@ -385,7 +352,7 @@ class Dispatcher:
         tokens = choice.request.num_prefill_tokens
 
         def room(each: WorkerClass) -> tuple[float, float]:
-            blocks = min(self._room(choice, each.decode).values(), default=1)
+            blocks = min(self.expectation.blocks(choice.request, each.decode).values(), default=1)
             sides = [p.free() / (tokens if p.role == "prefill" else blocks) for p in self._pools(choice, each)]
             return min(sides), max(sides)
 
@@ -571,16 +538,11 @@ class Dispatcher:
                 )
         return None
 
-    def _to_compute(self, worker: Worker, choice: Choice) -> int:
-        """Returns how many tokens the worker has to compute: at least the last one."""
-        held = worker.cached.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
-        return max(1, choice.request.num_prefill_tokens - held)
-
     def _pick(self, choice: Choice, each: WorkerClass) -> Pick | tuple[Pool, ...]:
         """Returns the workers of a class that a choice starts at now, or its pools that have no room."""
         if not self._prompts_on_decode(each) or (choice.request.pooling and each.prefill.capacity()):
             return self._pick_pair(choice, each)
-        alone, prefill = self._pick_alone(choice, each.decode), self._pick_prefill(choice, each.prefill, ANY_ROOM)
+        alone, prefill = self._pick_alone(choice, each.decode), pick_prefill(choice, each.prefill, ANY_ROOM)
         if self.split == "never" or prefill is None:
             decision = Decision(True, "on decode: " + ("--split never" if prefill else "no prefill worker is ready"))
             return (each.decode,) if alone is None else Pick(alone, (), decision)
@@ -593,7 +555,7 @@ class Dispatcher:
 
     def _pick_pair(self, choice: Choice, each: WorkerClass) -> Pick | tuple[Pool, ...]:
         """Returns a prefill worker and the decode workers that may take the KV, or the pool that has no room."""
-        prefill = self._pick_prefill(choice, each.prefill)
+        prefill = pick_prefill(choice, each.prefill)
         if prefill is None:
             return (each.prefill,)
         if not choice.needs_decode:
@@ -601,25 +563,13 @@ class Dispatcher:
         decodes = self._pick_decode(choice, each.decode)
         return Pick(prefill, decodes, None) if decodes else (each.decode,)
 
-    def _room(self, choice: Choice, pool: Pool) -> dict[int, int]:
-        """Returns how many blocks a choice is expected to need at a decode worker, by block size."""
-        tokens = self.expectation.tokens(choice.request.num_prefill_tokens, choice.request.max_kv_tokens)
-        return {size: worker.blocks_for(tokens) for size, worker in pool.most_blocks.items()}
-
     def _pick_alone(self, choice: Choice, pool: Pool) -> Worker | None:
         """Returns the decode worker with room for prompt and output that would compute the prompt first."""
-        return self._pick_by_turn(choice, pool, choice.request.max_kv_tokens, self._room(choice, pool))
+        return pick_by_turn(choice, pool, choice.request.max_kv_tokens, self.expectation.blocks(choice.request, pool))
 
-    def _pick_by_turn(self, choice: Choice, pool: Pool, total: int, room: Mapping[int, int]) -> Worker | None:
-        """Returns the worker, of some with the least to do and some that hold the longest prefix, that accepts the
-        prompt and would compute it first, in the turns of the tenants there."""
-        tenant, adapter = choice.request.tenant, choice.request.adapter
-        ranks = list(itertools.islice(pool.by_rank(total, room, adapter), _COMPARED))
-        for _, holders in itertools.islice(pool.holders(choice.prefix), 1):
-            ranks += sorted(pool.fitting(holders, total, room, adapter))[:_COMPARED]
-        tokens_at = {w: self._to_compute(w, choice) for w in map(pool.ranked, ranks) if self._computes_prompts(w)}
-        able = (w for w, count in tokens_at.items() if w.accepts_prompt(tenant, count))
-        return min(able, key=lambda w: (w.before(tenant, tokens_at[w]) + tokens_at[w], w.rank), default=None)
+    def _pick_decode(self, choice: Choice, pool: Pool) -> tuple[Worker, ...]:
+        """Returns the decode workers that may take the KV of a choice, the preferred one first."""
+        return pick_decode(choice, pool, self.expectation.blocks(choice.request, pool))
 
     def _decide(self, choice: Choice, each: WorkerClass, prefill: Worker, decode: Worker) -> Decision:
         at_decode, at_prefill = decode.prompt_cost, prefill.prompt_cost or decode.prompt_cost
@@ -632,52 +582,5 @@ class Dispatcher:
         return decide(apart, alone, hand_over_s, self._queue.size - 1, ready, decode.running)
 
     def _prompt_at(self, worker: Worker, choice: Choice, cost: PromptCost) -> PromptAt:
-        tokens = self._to_compute(worker, choice)
+        tokens = tokens_to_compute(worker, choice)
         return PromptAt(worker.worker_id, tokens, worker.before(choice.request.tenant, tokens), cost)
-
-    def _pick_prefill(self, choice: Choice, pool: Pool, room: int | None = None) -> Worker | None:
-        """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length,
-        and one without room those of other tenants that have their turn soon. `room`: the least room, instead of that
-        for the tokens to compute."""
-        tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
-        best: tuple[int, int] | None = None
-        for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
-            need = max(1, tokens - held)
-            if best is not None and best[0] < need:
-                break  # workers that hold less have more to compute, even without a backlog
-            least = dict.fromkeys(pool.block_sizes, need if room is None else room)
-            if workers is None:  # all of them
-                rank = next(pool.by_rank(tokens, least, adapter), None)
-            else:
-                rank = min(pool.fitting(workers, tokens, least, adapter), default=None)
-            if rank is not None:
-                score = (rank >> ORDER_BITS) + need, rank
-                best = score if best is None else min(best, score)
-        if best is None and room is None:
-            return self._pick_by_turn(choice, pool, tokens, dict.fromkeys(pool.block_sizes, ANY_ROOM))
-        return None if best is None else pool.ranked(best[1])
-
-    def _pick_decode(self, choice: Choice, pool: Pool) -> tuple[Worker, ...]:
-        """Returns the worker with room that holds the longest prefix and is not much fuller than others, and a spare if
-        there is one; nothing if no worker has room."""
-        request = choice.request
-        total, adapter, room = request.max_kv_tokens, request.adapter, self._room(choice, pool)
-        fits = pool.by_rank(total, room, adapter)
-        first = next(fits, None)
-        if first is None:
-            return ()
-        much_fuller = pool.ranked(first).running + PREFIX_SLACK + 1 << RUNNING_SHIFT
-        chosen: list[int] = []
-        for _, workers in pool.holders(choice.prefix):
-            near = pool.fitting(workers, total, room, adapter)
-            while near and len(chosen) < 2 and (rank := min(near)) < much_fuller:
-                chosen.append(rank)
-                near.remove(rank)
-            if len(chosen) > 1:
-                break
-        for rank in itertools.chain((first,), fits):
-            if len(chosen) > 1:
-                break
-            if rank not in chosen:
-                chosen.append(rank)
-        return tuple(map(pool.ranked, chosen))

@@ -10,8 +10,8 @@ from baton.core.errors import BatonError, ContextLengthExceeded, InvalidRequest,
 from baton.core.events import KVCacheEvents, Load
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import Choice
-from coordinator.policy.dispatch import PREFIX_SLACK
 from coordinator.policy.fair_queue import FairQueue
+from coordinator.policy.pick import PREFIX_SLACK
 from coordinator.policy.pool import BACKLOG_STEPS, CachedBlocks, Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker

@@ -11,7 +11,7 @@ from baton.core.commands import Role
 from baton.core.events import Load
 from baton.core.request import GenerateRequest
 from baton.core.step import StepPlan
-from coordinator.policy.dispatch import START_TOKENS, OutputExpectation
+from coordinator.policy.expectation import START_TOKENS, OutputExpectation
 from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
 from decode.speculation.step_cost import StepCost, StepModel

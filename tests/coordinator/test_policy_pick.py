@@ -8,7 +8,8 @@ import pytest
 
 from baton.core.events import KVCacheEvents, Load
 from coordinator.policy.choice import Choice
-from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher
+from coordinator.policy.expectation import OutputExpectation
+from coordinator.policy.pick import PREFIX_SLACK, pick_decode, pick_prefill
 from coordinator.policy.pool import BACKLOG_STEPS, Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker
@@ -23,7 +24,7 @@ def held_tokens(worker: Worker, choice: Choice) -> int:
 
 
 def plain_prefill(table: WorkerTable, choice: Choice) -> str | None:
-    """The reference for Dispatcher._pick_prefill, as a linear scan."""
+    """The reference for pick_prefill, as a linear scan."""
     scored = []
     for worker in table.present():
         to_compute = max(1, choice.request.num_prefill_tokens - held_tokens(worker, choice))
@@ -39,11 +40,11 @@ def plain_prefill(table: WorkerTable, choice: Choice) -> str | None:
     return min(scored)[-1] if scored else None
 
 
-def plain_decode(dispatcher: Dispatcher, table: WorkerTable, choice: Choice) -> list[str]:
-    """The reference for Dispatcher._pick_decode, as a linear scan."""
+def plain_decode(expectation: OutputExpectation, table: WorkerTable, choice: Choice) -> list[str]:
+    """The reference for pick_decode, as a linear scan."""
     fits = []
     for worker in table.present():
-        tokens = dispatcher.expectation.tokens(choice.request.num_prefill_tokens, choice.request.max_kv_tokens)
+        tokens = expectation.tokens(choice.request.num_prefill_tokens, choice.request.max_kv_tokens)
         blocks = -(-tokens // worker.block_size)
         left = worker.load.blocks_free if worker.load else worker.join.blocks_total
         left = left - worker.reserved_blocks - worker.growth
@@ -86,7 +87,7 @@ def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int
 @pytest.mark.parametrize("workers", [24, 2])
 def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[int, ...]) -> None:
     dice, table = random.Random(workers), WorkerTable(3.0)
-    dispatcher = Dispatcher(table, 100, 10_000)
+    expectation = OutputExpectation()
     names = [f"{role}{n}" for role in "pd" for n in range(workers)]
     found = {"of a prefix": 0, "no decode": 0, "no prefill": 0}
     for turn in range(1500):
@@ -95,13 +96,13 @@ def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[i
         tokens = dice.randrange(1, 120)
         choice = make_choice(f"r{turn}", tokens, tokens + dice.randrange(200), prefix=prefix)
         of_workers = next(iter(table.classes))
-        prefill = dispatcher._pick_prefill(choice, of_workers.prefill)
-        decode = dispatcher._pick_decode(choice, of_workers.decode)
+        prefill = pick_prefill(choice, of_workers.prefill)
+        decode = pick_decode(choice, of_workers.decode, expectation.blocks(choice.request, of_workers.decode))
         assert (prefill.worker_id if prefill else None) == plain_prefill(table, choice), turn
         of_workers.prefill.check()
         of_workers.decode.check()
         targets = [worker.worker_id for worker in decode]
-        assert targets == plain_decode(dispatcher, table, choice), turn
+        assert targets == plain_decode(expectation, table, choice), turn
         found["of a prefix"] += prefill is not None and held_tokens(prefill, choice) > 0
         found["no prefill"] += prefill is None
         found["no decode"] += not decode

@@ -30,7 +30,7 @@ from baton.core.events import (
 )
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
 from coordinator.policy.choice import Action, AssignTargets, Choice, Notify, Send, Stage, StartPrefill
-from coordinator.policy.dispatch import START_TOKENS
+from coordinator.policy.expectation import START_TOKENS
 from coordinator.policy.requests import MAX_TIMES_PARKED, PARKED_S, InFlightCounts, Requests
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import make_join, make_request
