@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sim.stats import Slo, Summary, percentile, summarize
+from sim.stats import Slo, Summary, summarize
 
 WAITS = ("queue", "prefill_queue", "prefill", "hand_over", "decode_queue", "decode")
 """Where a request's time goes, in order: in the coordinator's queue; at its prefill worker before and during its steps;
@@ -146,14 +146,18 @@ def summary(measured: Measured, slo: Slo, prefill_s: float, decode_s: float, eve
     done = [t for t in times if t.last_at]
     duration_s = max((t.last_at for t in done), default=0.0) - min((t.sent_at for t in times), default=0.0)
     span_s = duration_s or math.inf
-    met = sum(slo.met(t.ttft_s, t.tpot_s) for t in done)
-    parts = [t.waits() for t in done]
+    ttft_s, tpot_s = [t.ttft_s for t in done], [t.tpot_s for t in done]
+    met = sum(map(slo.met, ttft_s, tpot_s))
+    waits_s = [0.0] * len(WAITS)
+    for t in done:
+        for index, wait_s in enumerate(t.waits()):
+            waits_s[index] += wait_s
     return Outcome(
         requests=len(times),
         refused=dict(Counter(t.refused for t in times if t.refused)),
         duration_s=duration_s,
-        ttft=summarize(t.ttft_s for t in done),
-        tpot=summarize(t.tpot_s for t in done),
+        ttft=summarize(ttft_s),
+        tpot=summarize(tpot_s),
         itl=measured.gaps.summary(),
         e2e=summarize(t.last_at - t.sent_at for t in done),
         requests_per_s=len(done) / span_s,
@@ -166,17 +170,9 @@ def summary(measured: Measured, slo: Slo, prefill_s: float, decode_s: float, eve
         queued_most=measured.queued_most,
         preemptions=measured.preemptions,
         cached_share=sum(t.cached for t in done) / max(sum(t.input_len for t in done), 1),
-        waits_s={name: _mean([part[i] for part in parts]) for i, name in enumerate(WAITS)},
+        waits_s={name: total_s / max(len(done), 1) for name, total_s in zip(WAITS, waits_s, strict=True)},
         steps=measured.steps,
         steps_at_once=measured.steps_at_once,
         events=events,
         on_decode=measured.on_decode,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def median(values: Sequence[float]) -> float:
-    return percentile(sorted(values), 50)
