@@ -1,11 +1,12 @@
-"""Steps of a decode scheduler without its planning, where all that they do is certain: many at once in which nothing
-ends, and one in which sequences end by their length."""
+"""Steps of a decode scheduler without its planning, many at once, where all that they do is certain: each adds a token
+to each sequence, and before the last one none ends."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from baton.core.blocks import Holder
+from baton.core.errors import InvariantError
 from baton.core.request import SequenceId
 from baton.core.sequence import Admitted, Sequence, State
 from decode.scheduler import DecodeScheduler
@@ -14,9 +15,8 @@ MOST_STEPS = 1 << 20
 
 
 class Plain(NamedTuple):
-    """The `steps` next steps are certain to be alike, one token for each of the `running` sequences; if that is 0, some
-    of them end in the next one, by their length, and it is like the others otherwise. In the next one they attend to
-    `context` positions."""
+    """The `steps` next steps are certain to be alike, one token for each of the `running` sequences, none of which ends
+    before the last one. In the first they attend to `context` positions."""
 
     running: list[Sequence]
     steps: int
@@ -34,15 +34,15 @@ def admit(scheduler: DecodeScheduler, now: float) -> None:
         s.on(Admitted(), now)
 
 
-def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> Plain | None:
-    """Returns what the next steps of a scheduler without an outstanding one will be, if nothing else happens: none
-    starts, and `leave` blocks stay free. None if the scheduler has to plan the next one: so with draft tokens, whose
-    number differs from step to step."""
+def plain_steps(scheduler: DecodeScheduler, leave: int = 0, *, to_ends: bool = True) -> Plain | None:
+    """Returns what the next steps of a scheduler without an outstanding one will be, if nothing else happens: up to the
+    first in which a sequence ends, or unless `to_ends` the one before; none starts, and `leave` blocks stay free.
+    None if the scheduler has to plan the next one: so with draft tokens, whose number differs from step to step."""
     if scheduler.speculation.drafts is not None:
         return None
     running: list[Sequence] = []
     lengths: list[int] = []
-    ready, steps = False, MOST_STEPS
+    ready, left = False, MOST_STEPS
     for s in scheduler.sequences.values():
         state = s.state
         if state is State.RUNNING:
@@ -52,7 +52,7 @@ def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> Plain | None:
                 return None
             if s.ending is not None or s.boosted or request.alone:
                 return None
-            steps = min(steps, request.max_tokens - produced - 1)
+            left = min(left, request.max_tokens - produced)
             running.append(s)
             lengths.append(tokens)
         elif state is State.READY:
@@ -63,9 +63,9 @@ def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> Plain | None:
         return None
     free = scheduler.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
     size = scheduler.layout.block_size
-    count = steps or 1
-    if len(running) * (count // size + 1) <= free:  # no sequence lacks more
-        return Plain(running, steps, sum(lengths))
+    count = left if to_ends else left - 1
+    if count and len(running) * (count // size + 1) <= free:  # no sequence lacks more
+        return Plain(running, count, sum(lengths))
     while count > 0:
         more = 0
         for s, tokens in zip(running, lengths, strict=True):
@@ -73,39 +73,30 @@ def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> Plain | None:
             if lacking > 0:
                 more += lacking
         if more <= free:
-            return Plain(running, count if steps else 0, sum(lengths))
+            return Plain(running, count, sum(lengths))
         count = min(count - 1, (free // len(running)) * size)
     return None
 
 
-def grow(scheduler: DecodeScheduler, s: Sequence, end: int) -> None:
-    """Gives a sequence the blocks that it lacks for positions [0, end)."""
-    lacking = -(-end // scheduler.layout.block_size) - len(s.block_ids)
-    if lacking > 0:
-        s.block_ids += scheduler.blocks.allocate(lacking, Holder("sequence", s.id)) or ()
-
-
-def advance(scheduler: DecodeScheduler, running: list[Sequence], steps: int, token: int, now: float) -> None:
-    """Does what the next `steps` steps, at most those of `plain_steps`, would do if each sampled `token`, which ends no
-    sequence, and the last of them ended at `now`."""
-    tokens, size = [token] * steps, scheduler.layout.block_size
+def advance(
+    scheduler: DecodeScheduler, running: list[Sequence], steps: int, token: int, now: float
+) -> list[SequenceId]:
+    """Does what the next `steps` steps, at most those of `plain_steps`, would do if each sampled `token` and the last
+    of them ended at `now`. Returns the names of the sequences that end in it, by their length."""
+    tokens, size, ended = [token] * steps, scheduler.layout.block_size, list[SequenceId]()
     for s in running:
         s.num_computed = end = s.num_tokens + steps - 1
-        if end > len(s.block_ids) * size:
-            grow(scheduler, s, end)
+        lacking = -(-end // size) - len(s.block_ids)
+        if lacking > 0:
+            blocks = scheduler.blocks.allocate(lacking, Holder("sequence", s.id))
+            if blocks is None:
+                raise InvariantError(f"{s.id} lacks {lacking} blocks: {scheduler.blocks!r}")
+            s.block_ids += blocks
         s.output += tokens
         s.next_emit_index, s.last_token_at = len(s.output), now
+        if s.next_emit_index >= s.request.max_tokens:
+            ended.append(s.id)
     scheduler.tokens_generated += steps * len(running)
-
-
-def advance_to_ends(
-    scheduler: DecodeScheduler, running: list[Sequence], token: int, now: float
-) -> tuple[list[Sequence], list[SequenceId]]:
-    """Does what the next step would do, like `advance`, if some of these sequences end in it by their length. Returns
-    those that were in it, without any that was aborted meanwhile, and the names of those that have ended."""
-    left = [s for s in running if s.state is State.RUNNING]
-    advance(scheduler, left, 1, token, now)
-    ended = [s.id for s in left if len(s.output) >= s.request.max_tokens]
     for sequence in ended:
         scheduler.abort(sequence)  # which removes it at once, like its end
-    return left, ended
+    return ended

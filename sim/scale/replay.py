@@ -388,20 +388,29 @@ class Replay:
         if job.choice.on_decode:
             job.times.started_at = self.loop.now
 
-    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float) -> None:
-        gaps, front = self.measured.gaps, self.shape.decode.front
+    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float, ended: list[SequenceId]) -> None:
+        gaps, front, first_at = self.measured.gaps, self.shape.decode.front, run.ends_at(1)
+        rows, new = len(run.running), 0  # new sequences began with the run: their first gap includes their hand-over
         for sequence in run.running:
-            job, more = self._jobs[sequence.request.request_id], steps
-            if job.last_token_at < run.began_at:  # its first gap includes its hand-over
-                first_at = run.ends_at(1)
+            job = self._jobs[sequence.request.request_id]
+            if job.last_token_at < run.began_at:
                 gaps.add(first_at - job.last_token_at)
-                job.last_token_at, more = first_at, steps - 1
-            if more:
-                gaps.add((now - job.last_token_at) / more, more)
+                new += 1
             job.last_token_at = now
             self._produced(job, len(job.choice.journal.tokens) + steps)
-        self.measured.front_busy_s += front.deliver_cpu_s(steps, steps * len(run.running))
+        if new and steps > 1:
+            gaps.add((now - first_at) / (steps - 1), new * (steps - 1))
+        if rows > new:
+            gaps.add((now - run.began_at) / steps, (rows - new) * steps)
+        self.measured.front_busy_s += front.deliver_cpu_s(steps, steps * rows)
         self._report_load(worker)
+        for name in ended:
+            job = self._job(name)
+            job.times.last_at = now
+            self._client_done(job)
+            self._end(job)
+        if ended and self._parked:
+            self._reassign()
 
     def decoded(self, worker: DecodeWorker, tokens: Iterable[TokenEvent], ended: list[SequenceId]) -> None:
         later: list[_Job] = []

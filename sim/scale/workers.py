@@ -1,10 +1,9 @@
 """Simulated workers of both tiers around the production schedulers: steps take what the calibration says.
 
-A decode worker whose next steps are all alike (`plain_steps`) computes them at once. A sequence that arrives meanwhile
-starts with the next step, so the run ends with the present one. When something else happens before they have ended, the
-worker first does those that have ended until then, and plans the one that computes at that time. So every step begins
-and ends when it would otherwise. A step in which sequences end by their length is a run of its own, which cannot be
-interrupted: as with any step, what happens meanwhile matters to the next one.
+A decode worker whose next steps are all alike (`plain_steps`) computes them at once, up to the first in which a
+sequence ends. A sequence that arrives meanwhile starts with the next step, so the run ends with the present one. When
+something else happens before they have ended, the worker first does those that have ended until then; the present step
+goes on, and what happens meanwhile matters to the next one. So every step begins and ends when it would otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from prefill.scheduler import PrefillScheduler, Progress
 from sim.loop import Loop, Timer, cancel
-from sim.scale.at_once import Plain, admit, advance, advance_to_ends, grow, plain_steps
+from sim.scale.at_once import Plain, admit, advance, plain_steps
 from sim.scale.costs import Calibration
 from sim.scale.counted_blocks import CountedBlocks
 from sim.scale.host import Host
@@ -64,8 +63,9 @@ class Owner(Protocol):
         """Whether anything depends on the costs of steps as schedulers measure them: then they get each outcome."""
         ...
 
-    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float) -> None:
-        """The sequences of a run have generated one token in each of its first `steps` steps, which ended at `now`."""
+    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float, ended: list[SequenceId]) -> None:
+        """The sequences of a run have generated one token in each of its first `steps` steps. The last of these ended
+        at `now`, and with it the sequences in `ended`."""
         ...
 
     def running(self, worker: DecodeWorker, sequence: SequenceId) -> None: ...
@@ -189,16 +189,13 @@ class PrefillWorker:
 
 class Run:
     """Steps that are computed at once: `steps` of the sequences `running` from `began_at` on, whose contexts add up to
-    some number in the first and to one more for each sequence in each later one. In the last one of a run that `ends`,
-    its only one, sequences end."""
+    some number in the first and to one more for each sequence in each later one. None ends before the last step."""
 
-    __slots__ = ("began_at", "ends", "first_s", "more_s", "running", "steps", "timer")
+    __slots__ = ("began_at", "first_s", "more_s", "running", "steps", "timer")
 
-    def __init__(
-        self, began_at: float, first_s: float, more_s: float, running: list[Sequence], steps: int, *, ends: bool = False
-    ) -> None:
+    def __init__(self, began_at: float, first_s: float, more_s: float, running: list[Sequence], steps: int) -> None:
         self.began_at, self.first_s, self.more_s = began_at, first_s, more_s
-        self.running, self.steps, self.ends = running, steps, ends
+        self.running, self.steps = running, steps
         self.timer: Timer | None = None
 
     def ends_at(self, step: int) -> float:
@@ -291,38 +288,32 @@ class DecodeWorker:
 
     def abort(self, sequence: SequenceId) -> None:
         self.interrupt()
+        if self._run is not None:
+            self._run.running = [s for s in self._run.running if s.id != sequence]
         self._new.discard(sequence)
         self.scheduler.abort(sequence)
         self.wake()
 
     def received(self, sequence: SequenceId) -> None:
         run = self._run
-        if run is not None and run.steps > 1 and (done := run.ended_by(self._loop.now)) < run.steps - 1:
+        if run is not None and run.steps > 1 and (steps := run.ended_by(self._loop.now) + 1) < run.steps:
             cancel(run.timer)
-            self._advance(run, done)
-            self._run_from(run.present(done))
+            run.steps = steps
+            self._run_from(run)
         self.scheduler.received(sequence, TOKEN, self._loop.now)
         self._new.add(sequence)
         self.wake()
 
     def interrupt(self) -> bool:
-        """Brings the scheduler to the present: nothing may be asked of it, or changed in it, in the middle of a run of
-        several steps. Returns whether there was one."""
-        run, now = self._run, self._loop.now
-        if run is None or run.ends:
+        """Brings the scheduler to the present, in which a single step is computed: nothing may be asked of it, or
+        changed in it, in the middle of a run of several steps. Returns whether there was one."""
+        run = self._run
+        if run is None or run.steps == 1:
             return False
-        self._run = None
         cancel(run.timer)
-        done = run.ended_by(now)
+        done = min(run.ended_by(self._loop.now), run.steps - 1)
         self._advance(run, done)
-        if done == run.steps:
-            self._busy = False
-            return True
-        plan = self.scheduler.begin_step(run.ends_at(done))
-        if plan is None:
-            raise InvariantError(f"{self.name} has no step {done + 1} of {run.steps}")
-        seconds = self._computing(plan)
-        self._loop.at(run.ends_at(done + 1), self._stepped, plan, seconds)
+        self._run_from(run.present(done))
         return True
 
     def wake(self) -> None:
@@ -332,8 +323,8 @@ class DecodeWorker:
         if self._at_once and not self._owner.decode_is_full:
             if self._new:
                 admit(self.scheduler, now)
-            plain = plain_steps(self.scheduler, self._leave)
-            if plain is not None and (plain.steps or not self._owner.compares_costs):
+            plain = plain_steps(self.scheduler, self._leave, to_ends=not self._owner.compares_costs)
+            if plain is not None:
                 self._begin_run(plain, now)
                 return
         plan = self.scheduler.begin_step(now) if self._generating() else None
@@ -369,16 +360,10 @@ class DecodeWorker:
         return any(s.state is not State.RECEIVING for s in self.scheduler.sequences.values())
 
     def _begin_run(self, plain: Plain, now: float) -> None:
-        rows, ends = len(plain.running), not plain.steps
-        seconds = self.costs.plain_s(rows, plain.context)
+        rows, costs = len(plain.running), self.costs
+        first_s, more_s = costs.plain_s(rows, plain.context) + costs.idle_s, costs.context_s * rows
         self._reserved = 0
-        if ends:
-            for sequence in plain.running:
-                grow(self.scheduler, sequence, sequence.num_tokens)
-            self._measured.decode_busy_s += seconds
-            self.counts.add(1, seconds, rows)
-        first_s, more_s = seconds + self.costs.idle_s, self.costs.context_s * rows
-        self._run_from(Run(now, first_s, more_s, plain.running, plain.steps or 1, ends=ends))
+        self._run_from(Run(now, first_s, more_s, plain.running, plain.steps))
         if self._new:
             for name in [s for s in self._new if self.scheduler.sequences[s].state is State.RUNNING]:
                 self._new.discard(name)
@@ -386,35 +371,28 @@ class DecodeWorker:
 
     def _run_from(self, run: Run) -> None:
         self._run = run
-        run.timer = self._loop.at(run.ends_at(run.steps), self._run_ended)
+        run.timer = self._loop.at(max(run.ends_at(run.steps), self._loop.now), self._run_ended)  # rounding
 
     def _run_ended(self) -> None:
         run, self._run = self._run, None
         if run is None:
             raise InvariantError(f"{self.name} has no run that could end")
-        if run.ends:
-            self._end(run)
-        else:
-            self._advance(run, run.steps)
+        self._advance(run, run.steps)
         self.wake()
 
-    def _end(self, run: Run) -> None:
-        self._measured.steps += 1
-        computed, ended = advance_to_ends(self.scheduler, run.running, TOKEN, self._loop.now)
-        self._report_cached()
-        tokens = [TokenEvent(s.id, len(s.output) - 1, (TOKEN,)) for s in computed]
-        self._owner.decoded(self, tokens, ended)
-
     def _advance(self, run: Run, steps: int) -> None:
-        if steps:
-            ended_at = run.ends_at(steps)
-            advance(self.scheduler, run.running, steps, TOKEN, ended_at)
-            self._owner.advanced(self, run, steps, ended_at)
-            seconds = ended_at - run.began_at - self.costs.idle_s * steps
-            self._measured.decode_busy_s += seconds
-            self.counts.add(steps, seconds, steps * len(run.running))
-            self._measured.steps += steps
-            self._measured.steps_at_once += steps
+        """Does the first `steps` steps of a run."""
+        if not steps:
+            return
+        ended_at = run.ends_at(steps)
+        ended = advance(self.scheduler, run.running, steps, TOKEN, ended_at)
+        self._report_cached()
+        seconds = ended_at - run.began_at - self.costs.idle_s * steps
+        self._measured.decode_busy_s += seconds
+        self.counts.add(steps, seconds, steps * len(run.running))
+        self._measured.steps += steps
+        self._measured.steps_at_once += steps
+        self._owner.advanced(self, run, steps, ended_at, ended)
 
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         self._busy = False
