@@ -64,17 +64,19 @@ struct QueryTile {
 
   // `scores` and `weights` are scratch memory for one block.
   void meet(const Plan<E>& plan, int64_t block, const char* packed, float* scores, char* weights) {
-    score(plan, packed, query, scores);
     const int64_t first = block * KEYS, window = plan.shape.window;
-    if (first + KEYS - 1 > lowest || (window && first <= highest - window)) hide(first, window, scores);
+    // Keys after the last position are masked for all columns; tiles of AMX compute them, too.
+    const int64_t keys = BY_AMX<E> ? KEYS : std::min(KEYS, round_up(highest + 1 - first, TILE));
+    score(plan, packed, query, keys, scores);
+    if (first + keys - 1 > lowest || (window && first <= highest - window)) hide(first, keys, window, scores);
     const Floats before = load_aligned(maximum);
     Floats most[4] = {before, before, before, before};
-    for (int64_t key = 0; key < KEYS; key += 4)
+    for (int64_t key = 0; key < keys; key += 4)
       for (int i = 0; i < 4; ++i) most[i] = max(load_aligned(scores + (key + i) * 16), most[i]);
     const Floats now = max(max(most[0], most[1]), max(most[2], most[3]));
     const Floats scale = floats(plan.scale), shift = now * scale;
     Floats sums[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t key = 0; key < KEYS; key += 4) {
+    for (int64_t key = 0; key < keys; key += 4) {
       Floats weight[4];
       for (int i = 0; i < 4; ++i) {
         const Floats score = load_aligned(scores + (key + i) * 16);
@@ -95,7 +97,7 @@ struct QueryTile {
     } else {
       store_aligned(sum, add(load_aligned(sum), total));
     }
-    add_values(plan, packed + plan.key_bytes, weights, output);
+    add_values(plan, packed + plan.key_bytes, weights, keys, output);
   }
 
   void close(const Plan<E>& plan, const Row& row, int64_t kv_head, int64_t number, E* to, int64_t stride) const {
@@ -116,9 +118,9 @@ struct QueryTile {
 
  private:
   // Sets the scores of keys that are masked for a column to -inf.
-  void hide(int64_t first, int64_t window, float* scores) const {
+  void hide(int64_t first, int64_t keys, int64_t window, float* scores) const {
     const Ints positions = load_aligned(position), oldest = subtract(positions, ints(int32_t(window)));
-    for (int64_t key = 0; key < KEYS; ++key) {
+    for (int64_t key = 0; key < keys; ++key) {
       const Ints at = ints(int32_t(first + key));
       Mask hidden = above(at, positions);
       if (window) hidden |= up_to(at, oldest);

@@ -8,7 +8,7 @@ namespace baton {
 namespace {
 
 // scores [64 keys][16 columns] of a block of keys and a query tile.
-inline void score(const Plan<bf16>& plan, const char* block, const char* query, float* scores) {
+inline void score(const Plan<bf16>& plan, const char* block, const char* query, int64_t, float* scores) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -33,7 +33,7 @@ inline void score(const Plan<bf16>& plan, const char* block, const char* query, 
 }
 
 // output [elements][16 columns] += values times weights.
-inline void add_values(const Plan<bf16>& plan, const char* values, const char* weights, float* output) {
+inline void add_values(const Plan<bf16>& plan, const char* values, const char* weights, int64_t, float* output) {
   _tile_loadd(6, weights, 64);
   _tile_loadd(7, weights + TILE_BYTES, 64);
   int64_t tile = 0;

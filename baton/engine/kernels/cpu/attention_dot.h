@@ -9,36 +9,36 @@
 namespace baton {
 namespace {
 
-// sums [16][16] += the products of each of 16 rows' dwords [row][16] with columns [dword][16], front to back.
-BATON_LANES void dot(const char* rows, const char* columns, Floats sums[16]) {
-  for (int64_t d = 0; d < TILE; ++d) {
+// sums [16][16] += the products of each of 16 rows' first dwords [row][16] with columns [dword][16], front to back.
+BATON_LANES void dot(const char* rows, const char* columns, int64_t dwords, Floats sums[16]) {
+  for (int64_t d = 0; d < dwords; ++d) {
     const Ints column = _mm512_load_si512(columns + d * 64);
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) sums[r] = multiply_add<bf16>(sums[r], broadcast_dword(rows + r * 64 + d * 4), column);
   }
 }
 
-// scores [64 keys][16 columns] of a block of keys and a query tile.
-inline void score(const Plan<bf16>& plan, const char* block, const char* query, float* scores) {
-  for (int64_t i = 0; i < KEY_TILES; ++i, scores += TILE * 16) {
+// scores [keys][16 columns] of a block's first `count` keys, a multiple of 16, and a query tile.
+inline void score(const Plan<bf16>& plan, const char* block, const char* query, int64_t count, float* scores) {
+  for (int64_t i = 0; i < count / TILE; ++i, scores += TILE * 16) {
     Floats sums[16];
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) sums[r] = zero();
     for (int64_t tile = 0; tile < plan.key_tiles; ++tile, block += TILE_BYTES)
-      dot(block, query + tile * TILE_BYTES, sums);
+      dot(block, query + tile * TILE_BYTES, TILE, sums);
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) store_aligned(scores + r * 16, sums[r]);
   }
 }
 
-// output [elements][16 columns] += values times weights.
-inline void add_values(const Plan<bf16>& plan, const char* values, const char* weights, float* output) {
+// output [elements][16 columns] += the first `count` values times weights.
+inline void add_values(const Plan<bf16>& plan, const char* values, const char* weights, int64_t count, float* output) {
   for (int64_t tile = 0; tile < plan.value_tiles; ++tile, output += TILE * 16) {
     Floats sums[16];
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) sums[r] = load_aligned(output + r * 16);
     for (int64_t step = 0; step < plan.steps; ++step, values += TILE_BYTES)
-      dot(values, weights + step * TILE_BYTES, sums);
+      dot(values, weights + step * TILE_BYTES, std::clamp<int64_t>(count / 2 - step * TILE, 0, TILE), sums);
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) store_aligned(output + r * 16, sums[r]);
   }

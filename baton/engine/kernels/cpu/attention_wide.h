@@ -44,12 +44,12 @@ inline void product(
   }
 }
 
-// scores [64 keys][16 columns] of a block of keys and a query tile.
+// scores [keys][16 columns] of a block's first `count` keys, a multiple of 16, and a query tile.
 template <class E>
-void score(const Plan<E>& plan, const char* block, const char* query, float* scores) {
+void score(const Plan<E>& plan, const char* block, const char* query, int64_t count, float* scores) {
   const float *keys = reinterpret_cast<const float*>(block), *columns = reinterpret_cast<const float*>(query);
   const int64_t width = plan.value_tiles * TILE;
-  for (int64_t key = 0; key < KEYS; key += ROWS) {
+  for (int64_t key = 0; key < count; key += ROWS) {
     Floats sums[ROWS];
     for (Floats& sum : sums) sum = zero();
     product(keys + key * width, width, 1, columns, plan.shape.head_dim, sums);
@@ -57,14 +57,14 @@ void score(const Plan<E>& plan, const char* block, const char* query, float* sco
   }
 }
 
-// output [elements][16 columns] += values times weights.
+// output [elements][16 columns] += the first `count` values times weights.
 template <class E>
-void add_values(const Plan<E>& plan, const char* values, const char* weights, float* output) {
+void add_values(const Plan<E>& plan, const char* values, const char* weights, int64_t count, float* output) {
   const float *from = reinterpret_cast<const float*>(values), *columns = reinterpret_cast<const float*>(weights);
   for (int64_t element = 0; element < plan.shape.head_dim; element += ROWS) {
     Floats sums[ROWS];
     for (int r = 0; r < ROWS; ++r) sums[r] = load_aligned(output + (element + r) * 16);
-    product(from + element, 1, plan.value_tiles * TILE, columns, KEYS, sums);
+    product(from + element, 1, plan.value_tiles * TILE, columns, count, sums);
     for (int r = 0; r < ROWS; ++r) store_aligned(output + (element + r) * 16, sums[r]);
   }
 }
