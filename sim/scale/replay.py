@@ -443,7 +443,7 @@ class Replay:
     def _produced(self, job: _Job, tokens: int) -> None:
         known = job.choice.journal.tokens
         known += [TOKEN] * (tokens - len(known))
-        if len(known) > job.choice.grows_at:
+        if job.choice.grows_at < len(known) < job.request.max_tokens:  # else it ends now
             self.dispatcher.hold(job.choice)
 
     def _end(self, job: _Job) -> None:

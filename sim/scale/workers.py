@@ -273,11 +273,9 @@ class DecodeWorker:
         blocks = self.scheduler.layout.blocks_for(request.num_prefill_tokens)
         if self._run is not None and self._reserved + blocks <= self._spare:
             self._reserved += blocks  # a run leaves that many blocks free: it continues
-            return self.scheduler.reserve(request, self._loop.now).prefix_tokens
-        self.interrupt()
-        sequence = self.scheduler.reserve(request, self._loop.now)
-        self.wake()
-        return sequence.prefix_tokens
+        else:
+            self.interrupt()
+        return self.scheduler.reserve(request, self._loop.now).prefix_tokens
 
     def submit(self, request: GenerateRequest) -> None:
         """Starts a sequence whose prompt is computed here."""
