@@ -17,6 +17,9 @@ from baton.runtime.process import limit_name_lookups
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
+# Threads of kernels that wait for work would spin, on the cores that other tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def has_cuda() -> bool:
     """Asks CUDA's driver, without torch: a container may have GPUs without the usual device files."""
