@@ -87,9 +87,9 @@ struct Ahead {
 
  private:
   [[gnu::noinline]] void others(int64_t count) {
-    for (int64_t n = 0; n < count * times; ++n) {
-      next.lines(1);
-      if (TWICE) again.lines(1);
+    for (int64_t i = 0; i < times && !next.ended(); ++i) {
+      next.lines(count);
+      if (TWICE) again.lines(count);
     }
   }
 };
