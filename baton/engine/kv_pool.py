@@ -84,8 +84,8 @@ class KVPool:
                 gib = num_blocks * layout.bytes_per_block / (1 << 30)
                 raise StartupError(f"{device}: cannot allocate {gib:.4g} GiB for KV; lower --kv-memory-gib") from None
             if device.type == "cpu":
-                _request_huge_pages(keys)
-                _request_huge_pages(values)
+                _request_huge_pages(keys[:num_blocks])  # not for the block of zeros, which is written now
+                _request_huge_pages(values[:num_blocks])
             keys[self.zero_block], values[self.zero_block] = 0, 0
             at_places[place] = keys, values
         self.storage = [at_places[place] for _, place in layout.places]

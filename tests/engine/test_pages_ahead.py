@@ -110,9 +110,9 @@ def test_pool_allocates_pages_ahead_of_the_expected_blocks() -> None:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages")
-def test_pool_requests_huge_pages_within_its_tensors() -> None:
-    pool = KVPool(KVLayout(16, (LayerKV(8, 128, "float32"),)), 600, torch.device("cpu"))
+def test_pool_requests_huge_pages_for_its_blocks_but_not_for_the_zeros() -> None:
+    pool = KVPool(KVLayout(16, (LayerKV(64, 512, "float32"),)), 9, torch.device("cpu"))  # blocks of 2 MiB
     for tensor in pool.storage[0]:
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        huge = huge_pages_requested(start, end)
-        assert huge and huge[0] - start < HUGE_PAGE and end - huge[1] < HUGE_PAGE
+        start, zeros = tensor.data_ptr(), tensor[pool.zero_block].data_ptr()
+        huge = huge_pages_requested(start, start + tensor.nbytes)
+        assert huge and huge[0] - start < HUGE_PAGE and 0 <= zeros - huge[1] < HUGE_PAGE
