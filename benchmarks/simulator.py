@@ -1,10 +1,13 @@
 """The simulator against a real cluster on this machine: three loads on which it was not calibrated.
 
-Starts `baton up` with the built-in model on the CPU with one worker of each role and with two, calibrates each cluster
+Starts `baton up` with the built-in model on the CPU with one worker of each role and with two, uses the small KV pools
+once (their memory costs more when it is first used, how much depends on the host), calibrates each cluster
 (`baton calibrate --shared-host`; four processes share the processor's caches otherwise than two), measures the loads
 with the client of `baton bench`, and replays the same requests in the simulator. `--rounds` repeats everything; the
 table has the medians. Coordinator and client are pinned to the first core, beside the first prefill worker: left to the
-kernel they stay beside one worker in one run and beside the other in the next. `--calibration FILE` keeps the last
+kernel they stay beside one worker in one run and beside the other in the next. With `--filled` a process of the lowest
+priority on each core reads memory while nothing else runs there: then a step finds as little in the caches whatever the
+other workers did before, as on a host that serves other programs too. `--calibration FILE` keeps the last
 calibration of one worker of each role, with these errors in it, for `baton plan`.
 """
 
@@ -17,17 +20,18 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from benchmarks import kit
+from benchmarks.quota import filled, use_pools
 from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, Session, completion
 from launch.bench.stats import RequestRecord, RunStatistics, statistics
 from launch.capacity.calibrate import calibrate
-from launch.capacity.loads import LoadClient
+from launch.capacity.loads import LoadClient, cpu_seconds
 from launch.cluster_api import get_cluster
 from launch.cores import place
 from sim.scale.costs import Calibration
@@ -142,20 +146,26 @@ class Round:
     others: dict[str, float]
 
 
-def one_round(todo: Sequence[Case], number: int) -> Round:
+def one_round(todo: Sequence[Case], number: int, beside: Sequence[int]) -> Round:
+    """`beside`: processes of the benchmark that are no part of the cluster."""
     done = Round({}, {}, {})
     for workers in sorted({case.workers for case in todo}):
-        flags = ("--model", "builtin", "--device", "cpu", "--draft", "none")
+        flags = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--kv-memory-gib", "0.25")
         cores = len(cores_here())
         with kit.cluster(*flags, "--prefill", str(workers), "--decode", str(workers)) as running:
             target = connected(running.url)
             cluster = LoadClient(running.url, target, number)
+
+            def own_cpu_s(cluster: LoadClient = cluster) -> float:
+                return cluster.cpu_s() + time.process_time() + sum(map(cpu_seconds, beside))
+
+            use_pools(cluster)
             with pinned(int(get_cluster(running.url).document["coordinator"]["pid"])):
                 done.calibrations[workers] = calibrate(cluster, "cpu", shared_host=True, progress=_print)
                 for case in (case for case in todo if case.workers == workers):
-                    began, host_s, own_s = time.perf_counter(), host_cpu_s(), cluster.cpu_s() + time.process_time()
+                    began, host_s, own_s = time.perf_counter(), host_cpu_s(), own_cpu_s()
                     done.numbers[case.name] = real(case, target, number)
-                    own_s = cluster.cpu_s() + time.process_time() - own_s
+                    own_s = own_cpu_s() - own_s
                     available_s = (time.perf_counter() - began) * cores
                     done.others[case.name] = max(0.0, host_cpu_s() - host_s - own_s) / available_s
     return done
@@ -180,10 +190,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=30.0, help="duration of each load")
     parser.add_argument("--calibration", type=Path, help="file for the last calibration and its errors")
+    parser.add_argument("--filled", action="store_true", help="keep all cores busy with memory, at the lowest priority")
     parser.add_argument("--about", default="", help="remark about this run")
     options = parser.parse_args()
     todo = cases(options.seconds)
-    rounds = [one_round(todo, number) for number in range(options.rounds)]
+    with filled() if options.filled else nullcontext([]) as beside:
+        rounds = [one_round(todo, number, beside) for number in range(options.rounds)]
     rows, spent, errors = [], [], dict[str, list[float]]()
     for case in todo:
         measured = [done.numbers[case.name] for done in rounds]
