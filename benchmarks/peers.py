@@ -68,12 +68,14 @@ LLAMA_FLAGS = ["--threads", "2", "--ctx-size", "16384", "--parallel", "8"]
 Figures = dict[str, float]
 LLAMA, NOT_BORROWING, NO_ADAPTER = "llama.cpp", "Baton without", "none"
 KV = ["--kv-memory-gib", "0.2"]  # for each of two workers: together as much as llama.cpp's context
+TWO = ["--decode", "2", "--prefill", "0", "--step-budget-ms", "100"]
 USING_KV = 48  # requests after which workers have used it once: a virtual machine's first use of memory is slow
 WAYS = {
     NOT_BORROWING: [],
     "Borrowing": ["--borrow-cores", "others"],
     "Together": ["--borrow-cores", "others", "--split", "auto", "--step-budget-ms", "20"],
-    "Two decode workers": ["--decode", "2", "--prefill", "0", "--step-budget-ms", "200"],
+    "Two decode workers": TWO,
+    "Two decode workers, drafts": [*TWO, "--draft", "ngram"],
 }
 BARS = {
     ("vLLM", "single", "TPOT p50 ms"): ("at most", 1.0),
