@@ -43,6 +43,7 @@ CHECK_EVERY = 150
 ALLOWED_CODES = frozenset(
     {
         "deadline_exceeded",
+        "would_exceed_deadline",
         "worker_lost",
         "kv_corrupt",
         "no_prefill_worker",
