@@ -159,6 +159,7 @@ class Worker(Process):
         self._silence_seen = self._silence_ended = self._silence_abandoned = -1.0
         self._leaves_by: float | None = None
         self._empty = False
+        self._ends = False  # drained without a next role
         # The step thread.
         self._depth = 2 if plan_ahead else 1
         self._out: deque[StepPlan] = deque()
@@ -283,7 +284,7 @@ class Worker(Process):
                     self.tombstones.add(sequence, self.now, tombstone_s)
                     self.refused_until[sequence] = self.now + tombstone_s
             case Drain(timeout_s, next_role):
-                self.next_role = next_role
+                self.next_role = None if self._ends else next_role
                 self._begin_drain(timeout_s)
             case _:
                 self.tier.command(command)
@@ -313,7 +314,7 @@ class Worker(Process):
         if self.next_role is not None and self.tier.load().sequences:
             self.later(DRAIN_CHECK_S, self._idle_step)
             return
-        self._empty = True
+        self._empty, self._ends = True, self.next_role is None
         if self.connected and self._end is not None:
             self._end.send(Drained())
         self.later(DRAINED_ACK_S, self._exit, DRAINED)

@@ -123,6 +123,7 @@ class WorkerLoop:
         self._tier = tier
         self._step, self._launcher = step, launcher
         self._wake = asyncio.Event()
+        self._ends = False  # drained without a next role: KV may still arrive, so no later command changes its role
         self._drain = asyncio.Event()
         self._drain_until = math.inf
         self._failures: asyncio.Queue[InvariantError] = asyncio.Queue()
@@ -238,7 +239,7 @@ class WorkerLoop:
                 if not self._tier.end(sequence, reason) and tombstone_s > 0:
                     self.tombstones.add(sequence, time.monotonic(), tombstone_s)
             case Drain(timeout_s, next_role):
-                self.next_role = next_role
+                self.next_role = None if self._ends else next_role
                 self._begin_drain(timeout_s)
             case SetAdapters():
                 self.adapters.require(command)
@@ -331,7 +332,9 @@ class WorkerLoop:
         while self._tier.scheduler.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
         self.abandon("the drain timeout has passed")  # the coordinator reschedules the sequences it still tracks
-        if self.next_role is not None:
+        if self.next_role is None:
+            self._ends = True
+        else:
             await self._idle()
         await self.session.drained(DRAINED_ACK_S)
 

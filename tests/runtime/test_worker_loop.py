@@ -288,6 +288,24 @@ async def test_a_drain_abandons_sequences_after_its_timeout(running: Running) ->
     assert (ended_event.sequence, ended_event.code) == (R, "abandoned")
 
 
+async def test_a_drained_worker_takes_no_other_role_since_kv_may_still_arrive(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acknowledged = asyncio.Event()
+
+    async def drained(timeout_s: float) -> None:
+        await acknowledged.wait()
+
+    monkeypatch.setattr(running.main_loop.session, "drained", drained)
+    running.tier.here.add(R)
+    running.main_loop.command(Drain(0.1))
+    await until(lambda: bool(running.tier.ended))
+    running.main_loop.command(Drain(HANG_S, "prefill"))
+    acknowledged.set()
+    assert await running.outcome() is None
+    assert running.main_loop.next_role is None
+
+
 async def test_abandoned_sequences_are_reported_to_the_coordinator(running: Running) -> None:
     kept = SequenceId("kept")
     running.tier.here |= {R, kept}
