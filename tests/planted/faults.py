@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-REQUESTS, DISPATCH, WORKERS, LOSSES = (
-    f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers", "losses")
+REQUESTS, DISPATCH, PICK, WORKERS, LOSSES = (
+    f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "pick", "workers", "losses")
 )
 T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
 T_BATCHES = "tests/batches/test_batches.py"
@@ -343,7 +343,7 @@ FAULTS = (
     Fault(OVERTAKING, "mine.priority == self.priority and ", "", T_OVERTAKING),
     Fault(DISPATCH, "if choice.prompt_charged or not computes or", "if", T_OVERTAKING),
     Fault(DISPATCH, "blocks = 0 if stage is Stage.DECODE else ", "blocks = ", T_DISPATCH),
-    Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
+    Fault(PICK, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
     Fault(POOL, "        return holders[::-1]\n", "        return holders\n", T_PICK),
     Fault(
         POOL,
@@ -358,7 +358,7 @@ FAULTS = (
     Fault(DISPATCH, "return min(sides), max(sides)", "return max(sides), min(sides)", T_CLASSES),
     # Where prompts are computed.
     Fault(
-        DISPATCH,
+        PICK,
         "able = (w for w, count in tokens_at.items() if w.accepts_prompt(tenant, count))",
         "able = tokens_at",
         T_SPLIT,
