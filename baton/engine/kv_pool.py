@@ -7,8 +7,6 @@ thread faults pages in before their use, up to `ahead_bytes` beyond the highest 
 further, so an idle worker stays small.
 
 It calls madvise(MADV_POPULATE_WRITE) (Linux 5.14), which changes no byte: blocks may be written meanwhile.
-
-Pages of 2 MiB are requested, since attention reads KV faster from them (decision 0014); the system may ignore that.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ log = logging.getLogger("baton.engine")
 AHEAD_BYTES = 64 << 20
 _SLICE_BYTES = 1 << 20  # per call: it blocks threads that map or unmap memory meanwhile
 _POPULATE_WRITE = 23
-_HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
 
 FP8_MAX = 448.0
 """The largest number of float8_e4m3fn."""
@@ -83,9 +79,6 @@ class KVPool:
             except RuntimeError:  # how torch reports out of memory, on every device
                 gib = num_blocks * layout.bytes_per_block / (1 << 30)
                 raise StartupError(f"{device}: cannot allocate {gib:.4g} GiB for KV; lower --kv-memory-gib") from None
-            if device.type == "cpu":
-                _request_huge_pages(keys[:num_blocks])  # not for the block of zeros, which is written now
-                _request_huge_pages(values[:num_blocks])
             keys[self.zero_block], values[self.zero_block] = 0, 0
             at_places[place] = keys, values
         self.storage = [at_places[place] for _, place in layout.places]
@@ -161,14 +154,6 @@ class PagePrefaulter:
             first = (tensor.data_ptr() + start * size) // page * page
             last = -(-(tensor.data_ptr() + end * size) // page) * page
             yield first, last - first
-
-
-def _request_huge_pages(tensor: Tensor) -> None:
-    """Requests pages of 2 MiB for those of a tensor that lie within it."""
-    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    first, last = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
-    if first < last:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_HUGEPAGE)
 
 
 def _populate(address: int, size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from baton.engine.kv_pool import KVPool, PagePrefaulter
 
 BLOCK = 64 << 10
 MANY = 1024  # blocks
-HUGE_PAGE = 2 << 20
 
 
 def resident(tensor: torch.Tensor, blocks: range) -> float:
@@ -27,19 +25,6 @@ def resident(tensor: torch.Tensor, blocks: range) -> float:
     where = ctypes.c_void_p(first), ctypes.c_size_t(count * mmap.PAGESIZE)
     assert ctypes.CDLL(None, use_errno=True).mincore(*where, seen) == 0
     return sum(page & 1 for page in seen) / count
-
-
-def huge_pages_requested(start: int, end: int) -> tuple[int, int] | None:
-    """The addresses within [start, end) of which MADV_HUGEPAGE was requested, from /proc/self/smaps."""
-    first, last, within = end, start, (0, 0)
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, rest = line.partition(" ")
-        if "-" in name and ":" not in name:
-            low, high = (int(part, 16) for part in name.split("-"))
-            within = max(low, start), min(high, end)
-        elif name == "VmFlags:" and "hg" in rest.split() and within[0] < within[1]:
-            first, last = min(first, within[0]), max(last, within[1])
-    return (first, last) if first < last else None
 
 
 def tensors() -> list[torch.Tensor]:
@@ -107,13 +92,3 @@ def test_pool_allocates_pages_ahead_of_the_expected_blocks() -> None:
     pool.expect([3, 20, 7])
     assert pool.pages.wait(30.0)
     assert pool.pages.blocks_warm == 21 + pool.pages.ahead_blocks < 600
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages")
-def test_pool_requests_huge_pages_for_its_blocks_but_not_for_the_zeros() -> None:
-    # Blocks of 2 MiB, and over 32 MiB, for which the C library does not use memory that other tests' pools had.
-    pool = KVPool(KVLayout(16, (LayerKV(64, 512, "float32"),)), 20, torch.device("cpu"))
-    for tensor in pool.storage[0]:
-        start, zeros = tensor.data_ptr(), tensor[pool.zero_block].data_ptr()
-        huge = huge_pages_requested(start, start + tensor.nbytes)
-        assert huge and huge[0] - start < HUGE_PAGE and 0 <= zeros - huge[1] < HUGE_PAGE
