@@ -7,7 +7,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +39,8 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class RoleCounters:
-    """Sums over the workers of one role: steps and the seconds in them, tokens, bytes; `cpu_s` is the processor time of
-    their processes, 0 if they are not on this host."""
+    """Sums over the workers of one role: steps and the seconds in them, tokens, KV bytes that they sent (prefill) or
+    received (decode); `cpu_s` is the processor time of their processes, 0 if they are not on this host."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -122,13 +122,14 @@ class LoadClient:
             for _ in range(load.requests)
         ]
         if load.shared:  # the first computes the prompt
+            first = self._counters()
             self._run([Session((completion(prompt, 2),))], 1)
-            self._counted(2)
+            self._counted(first, 2)
         before, front, client, began = self._counters(), self._front_cpu_s(), time.process_time(), time.perf_counter()
         records = self._run(sessions, load.concurrency)
         elapsed_s, client_cpu_s = time.perf_counter() - began, time.process_time() - client
         front_cpu_s = self._front_cpu_s() - front
-        after = self._counted(before["prefill"].tokens + before["decode"].tokens + load.requests * load.output_len)
+        after = self._counted(before, load.requests * load.output_len)
         for record in records:
             if record.error is not None:
                 raise StartupError(f"load {load.name}: a request failed: {record.error}")
@@ -141,18 +142,22 @@ class LoadClient:
     def _run(self, sessions: Iterable[Session], concurrency: int) -> list[RequestRecord]:
         return asyncio.run(run_load(self.target, sessions, concurrency, lambda _: None))
 
-    def _counted(self, tokens: int) -> dict[str, RoleCounters]:
-        """Returns the counters once they include `tokens` tokens, or do not change any more."""
-        deadline, last = time.monotonic() + COUNTED_S, self._counters()
-        while time.monotonic() < deadline and last["prefill"].tokens + last["decode"].tokens < tokens:
-            time.sleep(0.1)
+    def _counted(self, before: Mapping[str, RoleCounters], tokens: int) -> dict[str, RoleCounters]:
+        """Returns the counters once they are those of `before` and `tokens` tokens more, with the bytes of their
+        hand-overs, which a prefill worker may report after the last token; or those after `COUNTED_S`."""
+        deadline = time.monotonic() + COUNTED_S
+        while True:
             last = self._counters()
-        return last
+            prefill, decode = (last[role].since(before[role]) for role in ("prefill", "decode"))
+            complete = prefill.tokens + decode.tokens >= tokens and prefill.kv_bytes >= decode.kv_bytes
+            if complete or time.monotonic() >= deadline:
+                return last
+            time.sleep(0.1)
 
     def _counters(self) -> dict[str, RoleCounters]:
         counters = {}
         rows = self.rows()
-        for role in ("prefill", "decode"):
+        for role, kv_bytes in (("prefill", "kv_bytes_sent"), ("decode", "kv_bytes_received")):
             mine = [row for row in rows if row["role"] == role and row["state"] == "ready"]
             drafts = [row["speculation"] or {} for row in mine]
             counters[role] = RoleCounters(
@@ -160,7 +165,7 @@ class LoadClient:
                 step_s=sum(float(row["step_s"]) for row in mine),
                 prompt_tokens=_sum(mine, "prompt_tokens_computed"),
                 tokens=_sum(mine, "tokens_generated"),
-                kv_bytes=_sum(mine, "kv_bytes_sent"),
+                kv_bytes=_sum(mine, kv_bytes),
                 drafted=_sum(drafts, "drafted_tokens"),
                 accepted=_sum(drafts, "accepted_tokens"),
                 cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]) / self._core_share,

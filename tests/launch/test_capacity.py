@@ -156,6 +156,10 @@ def test_loads_stay_within_the_limits_of_the_cluster() -> None:
     assert {load.name for load in small} == {load.name for load in loads(LIMITS)}
 
 
+async def _no_requests(*_: object) -> list[RequestRecord]:
+    return []
+
+
 def test_the_processor_time_of_threads_that_have_ended_counts() -> None:
     spent = list[float]()
 
@@ -180,6 +184,23 @@ def test_processor_time_of_workers_with_part_of_a_core_counts_as_what_it_lasts(m
     before = time.process_time()
     counted = LoadClient("", ServerTarget("", "", "", 1.0, {}), 1, core_share=0.25).cpu_s()
     assert 4 * before <= counted <= 4 * time.process_time()
+
+
+def test_bytes_of_a_hand_over_that_are_reported_after_its_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"state": "ready", "step_s": 0.0, "speculation": None, "pids": []}
+
+    def rows(tokens: int, sent: int, received: int) -> SimpleNamespace:
+        prefill = {**row, "role": "prefill", "tokens_generated": tokens, "kv_bytes_sent": sent}
+        decode = {**row, "role": "decode", "tokens_generated": tokens, "kv_bytes_received": received}
+        return SimpleNamespace(workers=(prefill, decode), document={"coordinator": {}})
+
+    # Earlier hand-overs were sent by workers that have been replaced, or received by them.
+    reported = [rows(7, 900, 700), rows(8, 900, 750), rows(8, 950, 750), rows(9, 999, 999)]
+    monkeypatch.setattr(measured, "get_cluster", lambda url: reported[0])
+    monkeypatch.setattr(measured.time, "sleep", lambda seconds: reported.pop(0))
+    monkeypatch.setattr(measured, "run_load", _no_requests)
+    sample = LoadClient("", ServerTarget("", "", "", 1.0, {}), 1).measure(ClosedLoop("hand-over", 1, 1, 10, 2))
+    assert (sample.prefill.kv_bytes, sample.decode.kv_bytes, sample.decode.tokens) == (50, 50, 1)
 
 
 def test_a_fit_leaves_out_negative_terms_and_states_its_error() -> None:
