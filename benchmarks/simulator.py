@@ -1,14 +1,15 @@
 """The simulator against a real cluster on this machine: three loads on which it was not calibrated.
 
 Starts `baton up` with the built-in model on the CPU with one worker of each role and with two, uses the small KV pools
-once (their memory costs more when it is first used, how much depends on the host), calibrates each cluster
-(`baton calibrate --shared-host`; four processes share the processor's caches otherwise than two), measures the loads
-with the client of `baton bench`, and replays the same requests in the simulator. `--rounds` repeats everything; the
-table has the medians. Coordinator and client are pinned to the first core, beside the first prefill worker: left to the
-kernel they stay beside one worker in one run and beside the other in the next. With `--filled` a process of the lowest
+once (their memory costs more when it is first used, how much depends on the host), calibrates each cluster (`baton
+calibrate --shared-host`; four processes share the processor's caches otherwise than two), measures the loads with the
+client of `baton bench`, and replays the same requests in the simulator. `--rounds` repeats everything; the table has
+the medians. Coordinator and client are pinned to the first core, beside the first prefill worker: left to the kernel
+they stay beside one worker in one run and beside the other in the next. With `--filled` a process of the lowest
 priority on each core reads memory while nothing else runs there: then a step finds as little in the caches whatever the
-other workers did before, as on a host that serves other programs too. `--calibration FILE` keeps the last
-calibration of one worker of each role, with these errors in it, for `baton plan`.
+other workers did before, as on a host that serves other programs too. `--calibration FILE` keeps the last calibration
+of one worker of each role, with these errors in it, for `baton plan`. Options after `--` go to `baton up`: another
+model, for instance, with a `--pace` at which its workers are as busy.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ class Case:
     clients: int = 0
 
 
-def cases(seconds: float) -> list[Case]:
+def cases(seconds: float, pace: float) -> list[Case]:
     """Requests of other lengths than those of the calibration, with random arrivals."""
-    light = poisson(5.0, seconds, Lengths(100, 800), Lengths(16, 64), seed=1)
-    several = poisson(6.0, seconds, Lengths(200, 200, 1000), Lengths(32, 96), seed=2)
-    full = poisson(40.0, seconds / 2, Lengths(100, 900), Lengths(24, 80), seed=3)
+    light = poisson(5.0 * pace, seconds, Lengths(100, 800), Lengths(16, 64), seed=1)
+    several = poisson(6.0 * pace, seconds, Lengths(200, 200, 1000), Lengths(32, 96), seed=2)
+    full = poisson(40.0 * pace, seconds / 2, Lengths(100, 900), Lengths(24, 80), seed=3)
     return [
-        Case("1x1, 5 requests/s", 1, light),
-        Case("2x2, 6 requests/s", 2, several),
+        Case(f"1x1, {5 * pace:g} requests/s", 1, light),
+        Case(f"2x2, {6 * pace:g} requests/s", 2, several),
         Case("overload, 1x1, 48 clients", 1, full, clients=48),
     ]
 
@@ -146,11 +147,11 @@ class Round:
     others: dict[str, float]
 
 
-def one_round(todo: Sequence[Case], number: int, beside: Sequence[int]) -> Round:
-    """`beside`: processes of the benchmark that are no part of the cluster."""
+def one_round(todo: Sequence[Case], number: int, beside: Sequence[int], options: Sequence[str]) -> Round:
+    """`beside`: processes of the benchmark that are no part of the cluster; `options`: more of `baton up`."""
     done = Round({}, {}, {})
     for workers in sorted({case.workers for case in todo}):
-        flags = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--kv-memory-gib", "0.25")
+        flags = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--kv-memory-gib", "0.25", *options)
         cores = len(cores_here())
         with kit.cluster(*flags, "--prefill", str(workers), "--decode", str(workers)) as running:
             target = connected(running.url)
@@ -192,10 +193,12 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="file for the last calibration and its errors")
     parser.add_argument("--filled", action="store_true", help="keep all cores busy with memory, at the lowest priority")
     parser.add_argument("--about", default="", help="remark about this run")
+    parser.add_argument("--pace", type=float, default=1.0, help="factor of the loads' requests/s")
+    parser.add_argument("flags", nargs="*", help="options of `baton up`, after --")
     options = parser.parse_args()
-    todo = cases(options.seconds)
+    todo = cases(options.seconds, options.pace)
     with filled() if options.filled else nullcontext([]) as beside:
-        rounds = [one_round(todo, number, beside) for number in range(options.rounds)]
+        rounds = [one_round(todo, number, beside, options.flags) for number in range(options.rounds)]
     rows, spent, errors = [], [], dict[str, list[float]]()
     for case in todo:
         measured = [done.numbers[case.name] for done in rounds]
