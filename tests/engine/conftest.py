@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "skipped"
         report.longrepr = (str(item.path), 0, f"Skipped: torch {torch.__version__}: its kernels are not row-invariant")
     return report
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fast_interpreter() -> None:
+    """Each launch would patch Triton's language, and so would each call of a function in a kernel."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        from tests.support.interpreter import patch_once
+
+        patch_once()
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,11 @@
 """Triton's interpreter, with what a bitwise comparison of kernels needs: products in one order, and speed.
 
-Triton's own executes the programs of a launch one after another, and patches its language anew for each launch and for
-each function that a kernel calls: seconds for a few hundred tokens of a model of two layers. In `lockstep` the language
-is patched once, and every operation of a kernel is one operation of numpy over all programs of the launch. A value then
-has an axis of programs before those of its block, of length 1 if it is the same for all.
+Triton's own executes the programs of a launch one after another: seconds for a few hundred tokens of a model of two
+layers. In `lockstep` every operation of a kernel is one operation of numpy over all programs of the launch. A value
+then has an axis of programs before those of its block, of length 1 if it is the same for all.
+
+Triton's own also patches its language anew for each launch and for each function that a kernel calls, which takes most
+of the time of small kernels. `patch_once` patches it for all launches of the process.
 
 Programs whose branches, or numbers of rounds of a loop, differ cannot go on together. What the launch has stored so far
 is undone, they are divided by the value in question, and each group starts again from the beginning. Groups run one
@@ -65,6 +67,14 @@ def ordered_products() -> Iterator[None]:
         yield
 
 
+@cache
+def patch_once() -> None:
+    """From now on the language is the interpreter's, in launches and between them. `lockstep` may patch it further."""
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+    interpreter._get_np_dtype = _dtype
+
+
 @contextmanager
 def lockstep() -> Iterator[None]:
     """Interprets all programs of a launch at once, with products in the order of `ordered_products`."""
@@ -75,19 +85,16 @@ def lockstep() -> Iterator[None]:
         given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
         recorder.launch(executor.fn, given, set(executor.constexprs), (*executor.grid, 1, 1)[:3])
 
-    patches = (
-        mock.patch.object(interpreter.interpreter_semantic, "builder", recorder),
-        mock.patch.object(GridExecutor, "__call__", launch),
-        mock.patch.object(interpreter, "_get_np_dtype", _dtype),
-    )
-    with patches[0], patches[1], patches[2], np.errstate(all="ignore"):  # padding computes with uninitialised memory
-        scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    patch_once()
+    builder = mock.patch.object(interpreter.interpreter_semantic, "builder", recorder)
+    executor = mock.patch.object(GridExecutor, "__call__", launch)
+    with builder, executor, np.errstate(all="ignore"):  # padding computes with uninitialised memory
+        scope = interpreter._LangPatchScope()
         scope.set_attr(tl.tensor, "__bool__", lambda t: t.type.is_block() or bool(recorder.same(t)))
         scope.set_attr(tl.tensor, "__index__", lambda t: int(recorder.same(t)))
         scope.set_attr(tl.core, "reduce", recorder.reduce)
         try:
-            with mock.patch.object(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope()):
-                yield
+            yield
         finally:
             scope.restore()
 
