@@ -30,7 +30,7 @@ from launch.members import Programs
 from launch.plan import Plan, make_plan
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig
-from tests.support import netns
+from tests.support import forks, netns
 from tests.support.builders import make_join, make_layout
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_workers import bench
@@ -44,6 +44,7 @@ def plan_of(topology: Path) -> Plan:
 
 
 def run(*words: object) -> tuple[int, str]:
+    """With exec: a doctor on the coordinator's node has threads when it starts the workers, and cannot be forked."""
     done = subprocess.run([*DOCTOR, *map(str, words)], capture_output=True, text=True, timeout=110)
     return done.returncode, done.stdout + done.stderr
 
@@ -233,11 +234,10 @@ def test_node_without_a_doctor_is_reported(tmp_path: Path) -> None:
 async def test_worker_with_check_joins_and_leaves(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
 
-    async def check(port: int, *more: str) -> tuple[int | None, str]:
-        command = ["-m", "prefill", "--check", "--model", str(model), "--coordinator", f"127.0.0.1:{port}", *more]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, "--worker-id", "p0", **options)
-        return await process.wait(), (await process.communicate())[0].decode()
+    async def check(port: int, *more: str) -> tuple[int, str]:
+        words = ["-m", "prefill", "--check", "--model", str(model), "--coordinator", f"127.0.0.1:{port}", *more]
+        done = await asyncio.to_thread(forks.run, [sys.executable, *words, "--worker-id", "p0"], timeout=110)
+        return done.returncode, done.stdout + done.stderr
 
     async with bench() as b:
         code, log = await check(b.port)
@@ -270,7 +270,9 @@ def test_pair_with_dropped_packets_is_reported_within_the_time_limit(tmp_path: P
         began = time.monotonic()
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         command = [*DOCTOR, "--topology", str(topology), "--run-dir"]
-        doctors = [node.start([*command, str(tmp_path / node.name)], **options) for node in network.values()]
+        doctors = [
+            node.start([*command, str(tmp_path / node.name)], forked=True, **options) for node in network.values()
+        ]
         first, *others = [str(doctor.communicate(timeout=90)[0]) for doctor in doctors]
         b, c = (network[name].address for name in "bc")
     assert [doctor.returncode for doctor in doctors] == [1, 1, 1], [first, *others]
