@@ -37,7 +37,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    with cluster("auto", forked=False) as started:  # in the dtype of `make up`
+    with cluster("auto") as started:  # in the dtype of `make up`
         yield started
 
 
@@ -77,7 +77,7 @@ def test_greedy_answers_equal_those_of_transformers_in_float32() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32).eval()
     template = (resolve_model("smollm2") / "chat_template.jinja").read_text()
-    with cluster("auto", dtype="float32", forked=False) as running:
+    with cluster("auto", dtype="float32") as running:
         for question in QUESTIONS:
             chat = [{"role": "user", "content": question}]
             text = tokenizer.apply_chat_template(
