@@ -64,17 +64,17 @@ def doctor_command(config: DoctorConfig) -> int:
 
 
 @baton.command("models")
-@click.argument("model", default="")
+@click.argument("model", required=False)
 @click.option("--all", "everything", is_flag=True, help="also those that are refused, with the reason")
 @click.option(
     "--model-impl", default="auto", show_default=True, type=click.Choice(("auto", "baton", "transformers")), help="path"
 )
-def models_command(model: str, everything: bool, model_impl: str) -> int:
+def models_command(model: str | None, everything: bool, model_impl: str) -> int:
     """List the architectures that are served, by which path, and what is proven; or say how MODEL would be served, or
     why not."""
     from launch.served_models import describe, print_models
 
-    if model:
+    if model is not None:
         click.echo(describe(model, model_impl))
     else:
         print_models(served_only=not everything)

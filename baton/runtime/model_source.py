@@ -41,6 +41,8 @@ def resolve_model(model: str) -> Path:
 
 def _resolved(model: str) -> Path:
     model = default_model() if model == "auto" else model
+    if not model:  # as a path it would be the working directory
+        raise StartupError("the model's name is empty; name a checkpoint, or `auto`")
     if model == "builtin":
         return _with_config(builtin_directory("target").resolve(), "the built-in model")
     if model == SMOLLM2 and not os.path.exists(model):

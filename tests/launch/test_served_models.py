@@ -26,6 +26,8 @@ def test_the_command_lists_what_is_served_and_with_all_the_others() -> None:
     served, everything = (CliRunner().invoke(baton, ["models", *more]).output for more in ([], ["--all"]))
     assert "gemma2" in served and "mamba" not in served
     assert "keeps a state of each sequence beside its KV" in everything
+    with pytest.raises(StartupError, match="the model's name is empty"):
+        CliRunner().invoke(baton, ["models", ""], catch_exceptions=False, standalone_mode=False)
 
 
 def test_a_checkpoint_is_described_by_its_path(tmp_path: Path) -> None:

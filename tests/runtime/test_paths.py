@@ -77,3 +77,10 @@ def test_a_pipe_is_read_to_its_end() -> None:
     os.close(start)
     assert read_config_file(f"/dev/fd/{end}") == {"threads": 2}
     os.close(end)
+
+
+def test_an_empty_model_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"^the model's name is empty"):
+        resolve_model("")
