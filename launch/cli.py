@@ -14,6 +14,7 @@ import click
 from baton.core.commands import Role
 from baton.core.errors import BatonError, StartupError
 from baton.runtime.options import NumberRange, config_command, run_main
+from baton.runtime.paths import write_text
 from launch.autoscale.command import autoscale_command
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
@@ -137,7 +138,7 @@ def trace_command(url: str, out: str) -> int:
 
     rows = get_requests(url)
     try:
-        Path(out).write_text(json.dumps(chrome_trace(rows)), encoding="utf-8")
+        write_text(out, json.dumps(chrome_trace(rows)))
     except OSError as error:
         raise StartupError(f"--out {out} cannot be written: {error.strerror or error}") from None
     click.echo(f"{len(rows)} requests written to {out}: open it at https://ui.perfetto.dev")

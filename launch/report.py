@@ -14,13 +14,12 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import StartupError
-from baton.runtime.paths import read_text
+from baton.runtime.paths import read_text, write_text
 from coordinator.policy.timeline import TPOT_S, TTFT_S, counted_limit
 from launch.cluster_api import get_metrics
 from sim.stats import Slo
@@ -152,7 +151,7 @@ def parse(text: str, at: float) -> Scrape:
 
 def save_scrape(scraped: Scrape, path: str) -> None:
     try:
-        Path(path).write_text(json.dumps({"at": scraped.at, "metrics": scraped.text}), encoding="utf-8")
+        write_text(path, json.dumps({"at": scraped.at, "metrics": scraped.text}))
     except OSError as error:
         raise StartupError(f"--save {path} cannot be written: {error.strerror or error}") from None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 TRACE_BLOCK = 512
 """Tokens of a prefix block in Mooncake's traces."""
@@ -50,7 +51,11 @@ def trace_path(name: str) -> Path:
     return _PACKAGED / TRACES[name] if name in TRACES else Path(name)
 
 
-def read_trace(path: Path) -> tuple[TraceRow, ...]:
+def _open_file(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def read_trace(path: Path, open_file: Callable[[Path], BinaryIO] = _open_file) -> tuple[TraceRow, ...]:
     """Reads the first MOST_ROWS rows of a trace, sorted by time. The name's ending (`.csv`, else JSON lines; then
     `.gz`, `.xz` or nothing) determines the format.
 
@@ -59,7 +64,7 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
         ValueError: it has neither format; the message names the row.
     """
     compressed = path.suffix in (".gz", ".xz")
-    with _open(path) as file:
+    with open_file(path) as raw, _text(path, raw) as file:
         lines = _limited(file)
         if (path.with_suffix("") if compressed else path).suffix == ".csv":
             rows = _numbered(csv.DictReader(lines), _azure)
@@ -71,12 +76,9 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
     return tuple(sorted(parsed, key=lambda row: row.at_s))
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+def _text(path: Path, raw: BinaryIO) -> TextIO:
+    unpack: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    return io.TextIOWrapper(unpack[path.suffix](raw) if path.suffix in unpack else raw, encoding="utf-8")
 
 
 def _limited(file: TextIO) -> Iterator[str]:

@@ -12,6 +12,7 @@ import click
 
 from baton.core.errors import StartupError
 from baton.runtime.options import NumberRange
+from baton.runtime.paths import open_written
 from launch.bench.load import WORKLOADS, LoadPlan
 from sim.scale.workload import parse_lengths
 from sim.stats import Slo, parse_slo
@@ -110,7 +111,7 @@ def bench_command(
     if rate and trace:
         raise StartupError("--rate and --trace both set arrival times; give only one")
     try:
-        rows = read_trace(trace_path(trace)) if trace else ()
+        rows = read_trace(trace_path(trace), open_written) if trace else ()
     except (OSError, ValueError) as error:
         raise StartupError(f"--trace {trace}: {error}") from None
     seed = secrets.randbelow(1 << 31) if seed is None else seed  # the prompts of an earlier command may be cached

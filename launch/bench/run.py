@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.core.errors import StartupError
+from baton.runtime.paths import write_text
 from baton.runtime.status import printable
 from launch.bench.client import ServerTarget, base_url, first_model, run_load, server_version, supports_timeline
 from launch.bench.html import as_html
@@ -58,7 +59,8 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: BenchOptions,
     targets = [find_target(*server) for server in servers]
     try:
         for path in files.values():
-            path.open("ab").close()  # fails before the measurement and not after it
+            if not path.is_fifo():  # its reader would take the end of this for the end of the report
+                path.open("ab").close()  # fails before the measurement and not after it
     except OSError as error:
         raise StartupError(f"the report could not be written: {error}") from None
     report = Report(_settings(options, targets), options.slo)
@@ -71,7 +73,7 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: BenchOptions,
                 report.runs.append(_run(target, options, number))
     try:
         for kind, path in files.items():
-            path.write_text(_RENDER[kind](report), encoding="utf-8")
+            write_text(path, _RENDER[kind](report))
     except OSError as error:
         raise StartupError(f"the report could not be written: {error}") from None
     console = Console(markup=False, emoji=False, highlight=False)  # server texts are shown verbatim

@@ -16,7 +16,7 @@ import click
 
 from baton.core.errors import BatonError, StartupError
 from baton.runtime.options import NumberRange
-from baton.runtime.paths import read_text
+from baton.runtime.paths import open_written, read_text, write_text
 from coordinator.policy.split import Split
 from launch.bench.command import LENGTHS, SLO
 from sim.scale.costs import Calibration, parse_calibration
@@ -94,7 +94,7 @@ def load_rows(
             raise StartupError(f"--rate, --scale and --duration-s make more than {MOST_REQUESTS} requests")
         return poisson(rate * scale, duration_s or 600.0, input_len, output_len, seed)
     try:
-        rows = read_trace(trace_path(trace))
+        rows = read_trace(trace_path(trace), open_written)
     except (OSError, ValueError) as error:
         raise StartupError(f"--trace {trace}: {error}") from None
     if len(rows) * scale > MOST_REQUESTS:
@@ -117,7 +117,7 @@ def read_calibration(path: str, option: str = "--calibration") -> Calibration:
 def write_file(path: str | None, option: str, text: Callable[[], str]) -> None:
     if path:
         try:
-            Path(path).write_text(text(), encoding="utf-8")
+            write_text(path, text())
         except OSError as error:
             raise StartupError(f"{option} {path} cannot be written: {error.strerror or error}") from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,11 @@ from baton.core.errors import StartupError
 from baton.runtime import paths
 from baton.runtime.model_source import resolve_model, served_name
 from baton.runtime.options import read_config_file
-from baton.runtime.paths import expanded, read_regular
+from baton.runtime.paths import expanded, read_regular, read_text, write_text
 from baton.runtime.token_file import read_token
-from launch.capacity.command import read_calibration
+from launch.capacity.command import load_rows, read_calibration
 from launch.report import load
+from sim.scale.workload import Lengths
 
 
 def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +80,64 @@ def test_a_pipe_is_read_to_its_end() -> None:
     os.close(start)
     assert read_config_file(f"/dev/fd/{end}") == {"threads": 2}
     os.close(end)
+
+
+def _rows(path: str) -> object:
+    return load_rows(path, None, Lengths(1, 1), Lengths(1, 1), None, 1.0, 1)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("read", [read_config_file, load, read_calibration, _rows])
+def test_a_pipe_without_a_writer_is_given_up(
+    read: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "PIPE_S", 0.1)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    file_descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StartupError, match=r"pipe.* nothing was written to it for 0\.1 s") as refused:
+        read(str(pipe))
+    assert "\n" not in refused.value.message and len(os.listdir("/proc/self/fd")) == file_descriptors
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_whose_writer_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "PIPE_S", 0.1)
+    end, start = os.pipe()
+    os.write(start, b"threads = 2")
+    with pytest.raises(StartupError, match=r"nothing was written to it for 0\.1 s$"):
+        read_config_file(f"/dev/fd/{end}")
+    os.close(start)
+    os.close(end)
+
+
+def test_a_pipe_is_read_as_slowly_as_it_is_written(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+
+    def write() -> None:
+        with pipe.open("w") as file:
+            for part in ("threads", " = ", "2"):
+                time.sleep(0.05)
+                file.write(part)
+                file.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_config_file(str(pipe)) == {"threads": 2}
+    writer.join()
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_without_a_reader_is_not_written(tmp_path: Path) -> None:
+    write_text(file := tmp_path / "file", "old and long")
+    write_text(file, "new")
+    assert read_text(file) == "new"
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(OSError, match="nothing reads this pipe"):
+        write_text(pipe, "text")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
 
 
 def test_an_empty_model_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
