@@ -60,6 +60,11 @@ def print_traffic(cluster: ClusterView, console: Console | None = None) -> None:
         here = [row["role"] for row in ready if str(row.get("revision", "")) == name]
         table.add_row(escape(name) or "-", share, *(str(here.count(role)) for role in ("prefill", "decode")))
     show(table, console)
+    absent = sorted(set(map(str, shares)) - {str(row.get("revision", "")) for row in ready})
+    if absent:
+        names = ", ".join(name or "-" for name in absent)
+        line = f"no ready worker is of revision {names}: its share has no effect until one joins"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def cluster_view(cluster: ClusterView, before: ClusterView | None = None, between_s: float = 0.0) -> list[str | Table]:

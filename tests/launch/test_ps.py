@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from launch.cluster_api import ClusterView
-from launch.views import BAR_CHARS, STAGE_COLORS, line, print_cluster, since, top, watch
+from launch.views import BAR_CHARS, STAGE_COLORS, line, print_cluster, print_traffic, since, top, watch
 from tests.launch.test_timelines import row
 
 WORKER: dict[str, Any] = {
@@ -138,3 +138,17 @@ def test_control_characters_and_markup_of_a_server_are_not_interpreted(server: H
     server.document = {"workers": [odd]}  # type: ignore[attr-defined]
     line = ps(server).splitlines()[-1]
     assert line.split()[:5] == ["\\x1b]0;title\\x07", "prefill", "2", "[red]h[/]", "[/no]\\u202e"]
+
+
+def test_a_share_of_a_revision_without_workers_is_named() -> None:
+    """A canary's name that was misspelt would otherwise look as if its share counted."""
+
+    def traffic(shares: dict[str, float]) -> str:
+        rows = tuple(WORKER | {"role": role, "revision": "v2"} for role in ("prefill", "decode"))
+        out = io.StringIO()
+        print_traffic(ClusterView(rows, "", {"traffic": shares}), Console(file=out, width=40))
+        return out.getvalue()
+
+    assert "no ready worker" not in traffic({"v2": 5.0})
+    names = "no ready worker is of revision -, v22: its share has no effect until one joins\n"
+    assert traffic({"v2": 5.0, "v22": 0.0, "": 20.0}).endswith(names)
