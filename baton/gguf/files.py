@@ -103,7 +103,9 @@ def _all_parts(file: Path) -> list[Path]:
 def _derive(files: list[Path]) -> dict[str, str]:
     """Returns the texts of the directory's files by name."""
     readers = [_open(file) for file in files]
-    metadata = _metadata(files[0], readers[0])
+    known = [_metadata(file, reader) for file, reader in zip(files, readers, strict=True)]
+    _check_parts(files, known)
+    metadata = known[0]
     try:
         stored = [(number, tensor) for number, reader in enumerate(readers) for tensor in reader.tensors]
         factors = next((tensor.data.tolist() for _, tensor in stored if tensor.name == ROPE_FACTORS), ())
@@ -148,6 +150,17 @@ def _metadata(file: Path, reader: Any) -> dict[str, Any]:
         return {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:
         raise StartupError(f"{file.name}: damaged metadata: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_parts(files: list[Path], known: list[dict[str, Any]]) -> None:
+    """Raises StartupError for a part that another name has made a whole model, or another part."""
+    for number, (file, metadata) in enumerate(zip(files, known, strict=True)):
+        count, own = metadata.get("split.count", 0), metadata.get("split.no", number)
+        if isinstance(own, int) and isinstance(count, int) and count and (own, count) != (number, len(files)):
+            named = f"part {number + 1} of {len(files)}" if len(files) > 1 else "a whole model"
+            raise StartupError(
+                f"{file.name}: by its metadata it is part {own + 1} of {count} of a split model, by its name {named}"
+            )
 
 
 def _tensors(stored: list[tuple[int, Any]], config: dict[str, Any]) -> dict[str, StoredInGGUF]:

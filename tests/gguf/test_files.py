@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,8 @@ def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path)
             if not field.name.startswith(("GGUF.", "general.architecture")):
                 sub = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
                 writer.add_key_value(field.name, field.contents(), field.types[0], sub)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
         for tensor in reader.tensors[number::2]:
             writer.add_tensor(tensor.name, np.array(tensor.data))
         writer.write_header_to_file()
@@ -177,6 +180,14 @@ def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path)
     for name, tensor in load_file(origin / "model.safetensors").items():
         assert torch.equal(made.read(name), tensor)
     assert [file.name for file in weight_files(made.model_dir)] == [part.name for part in parts]
+    shutil.copy(parts[0], tmp_path / "alone.gguf")
+    named = r"^alone.gguf: by its metadata it is part 1 of 2 of a split model, by its name a whole model$"
+    with pytest.raises(StartupError, match=named):
+        checkpoint_directory(tmp_path / "alone.gguf")
+    shutil.copy(parts[1], parts[0])
+    named = r"^m-00001-of-00002.gguf: by its metadata it is part 2 of 2 of a split model, by its name part 1 of 2$"
+    with pytest.raises(StartupError, match=named):
+        checkpoint_directory(parts[0])
 
 
 @pytest.mark.parametrize(
