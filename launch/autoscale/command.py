@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,13 +17,11 @@ from baton.core.errors import StartupError
 from baton.core.names import host_port_error
 from baton.runtime.options import NumberRange
 from launch.autoscale.flip import FLIP_WINDOW_S
-from launch.autoscale.law import Policy
+from launch.autoscale.law import MOST_WORKERS, Policy
 from launch.capacity.command import FILE, load_options, load_rows, read_calibration, write_file
 from launch.control_options import FLIP_S, control_options
 from sim.scale.planner import Size
 from sim.stats import Slo
-
-WORKERS_LIMIT = 1 << 14
 
 
 @click.command("autoscale")
@@ -31,17 +30,17 @@ WORKERS_LIMIT = 1 << 14
 @click.option(
     "--min",
     "least",
-    type=click.IntRange(0, WORKERS_LIMIT),
+    type=click.IntRange(0, MOST_WORKERS),
     default=1,
     show_default=True,
     help="Workers of each role that are kept; 0: none while idle.",
 )
 @click.option(
-    "--max-prefill", type=click.IntRange(1, WORKERS_LIMIT), default=16, show_default=True, help="Prefill workers."
+    "--max-prefill", type=click.IntRange(1, MOST_WORKERS), default=16, show_default=True, help="Prefill workers."
 )
 @click.option(
     "--max-decode",
-    type=click.IntRange(0, WORKERS_LIMIT),
+    type=click.IntRange(0, MOST_WORKERS),
     default=16,
     show_default=True,
     help="Decode workers; 0 for a model that only pools.",
@@ -125,6 +124,7 @@ def autoscale_command(
         raise StartupError("--trace and --rate need --dry-run")
     if wrong := host_port_error(listen):
         raise StartupError(f"--listen {wrong}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # without a handler, process 1 of a container ignores it
     if flip:
         return _flip(
             replace(policy, window_s=FLIP_WINDOW_S), url, every_s, coordinator, cluster_token_file, cluster_tls_dir

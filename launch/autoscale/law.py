@@ -52,6 +52,11 @@ BUSY = 0.5
 STARTS = 3.0
 """After so many start times a worker that has not joined does not count as starting any more."""
 MIN_START_S = 10.0
+MOST_SLOWNESS = 1e6
+"""So far from the calibration, it is of something else; and products with it still are floats."""
+LEAST_PROMPT_S = 1e-9
+MOST_WORKERS = 1 << 14
+"""For more the waits are not computed: that takes time for each worker."""
 BOOST = 0.1
 TRIES = 3
 """After so many steps of BOOST without effect a limit counts as impossible to meet with more workers."""
@@ -390,7 +395,8 @@ def _measured(policy: Policy, memory: Memory) -> Memory:
                 decode, context = policy.decode.decode, (old.kv_tokens + worker.kv_tokens) / 2
                 expected_s += decode.plain_s(tokens / count, context) * count if count else 0.0
         if steps >= MIN_STEPS and measured_s > 0.0 and expected_s > 0.0:
-            state = replace(memory.of(role), slowness=measured_s / expected_s)
+            slowness = min(max(measured_s / expected_s, 1 / MOST_SLOWNESS), MOST_SLOWNESS)
+            state = replace(memory.of(role), slowness=slowness)
             memory = memory.with_role(role, state)
     return memory
 
@@ -399,7 +405,7 @@ def _prompt_s(policy: Policy, memory: Memory, demand: Demand) -> float:
     """Returns the seconds that a prompt of average length takes on a prefill worker."""
     tokens = max(1, round(demand.uncached))
     varied_s = policy.prefill.prefill.pair_s * tokens**2 / 2 * demand.variation  # attention goes with the squares
-    return memory.prefill.slowness * (policy.prefill.prompt_s(tokens) + varied_s)
+    return max(memory.prefill.slowness * (policy.prefill.prompt_s(tokens) + varied_s), LEAST_PROMPT_S)
 
 
 def _prefill(policy: Policy, memory: Memory, demand: Demand) -> Need:
@@ -439,7 +445,7 @@ def workers_for_waits(
     not shorter if they vary by less, because arrivals come in bursts."""
     if load <= 0.0:
         return 0
-    least = math.floor(load) + 1
+    least = min(math.floor(load) + 1, MOST_WORKERS)
     if min(wait_s, queue_s) == math.inf:
         return least
     longer_s = service_s * max(1.0, (1 + variation) / 2)
@@ -447,7 +453,7 @@ def workers_for_waits(
     while number < least:
         number += 1
         blocking = load * blocking / (number + load * blocking)
-    while number < 1 << 14:
+    while number < MOST_WORKERS:
         waiting = blocking / (1 - load / number * (1 - blocking))
         if waiting * math.exp(-(number - load) * max(min(wait_s, queue_s / number), 0.0) / longer_s) <= share:
             return number

@@ -21,6 +21,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.step import StepPlan
 
 FORMAT = 1
+_MAX, _MAX_WHOLE = 1e18, 1e9
+"""Limits of a number: products of a few of them still are floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,12 @@ def parse_calibration(document: object) -> Calibration:
     calibration: Calibration = _build(Calibration, values, "")
     if calibration.link.bytes_per_s <= 0:
         raise InvalidRequest("link.bytes_per_s: must be above 0", param="link.bytes_per_s")
+    if calibration.decode.accepted >= 1:
+        raise InvalidRequest("decode.accepted: must be below 1, it is a share", param="decode.accepted")
+    if not calibration.prefill.prompt_s(1, calibration.prefill_worker.step_tokens):
+        raise InvalidRequest("prefill: a prompt takes no time", param="prefill")
+    if not calibration.decode.plain_s(1, 1):
+        raise InvalidRequest("decode: a step takes no time", param="decode")
     return calibration
 
 
@@ -259,8 +267,9 @@ def _beyond(source: object, name: str) -> tuple[tuple[int, float], ...]:
 
 
 def _number(value: object, name: str, *, whole: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise InvalidRequest(f"{name}: must be a number from 0 on, not {value!r:.40}", param=name)
+    limit = _MAX_WHOLE if whole else _MAX
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= limit:
+        raise InvalidRequest(f"{name}: must be a number from 0 to {limit:g}, not {value!r:.40}", param=name)
     if whole and value != int(value):
         raise InvalidRequest(f"{name}: must be a whole number, not {value!r:.40}", param=name)
     return int(value) if whole else float(value)

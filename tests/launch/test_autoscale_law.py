@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.core.errors import InvalidRequest
 from launch.autoscale.law import (
     LONG_WINDOW_S,
     ClusterSample,
@@ -22,7 +25,7 @@ from launch.autoscale.law import (
     rows_within,
     workers_for_waits,
 )
-from sim.scale.costs import Calibration, PrefillCosts
+from sim.scale.costs import Calibration, PrefillCosts, parse_calibration
 from sim.scale.planner import Size
 from sim.stats import Slo
 from tests.support.scale import CALIBRATION
@@ -512,3 +515,38 @@ def test_decode_is_lowered_by_more_than_its_size_varies() -> None:
         f.rate = 20.0 / PROMPT_S * source.lognormvariate(0.0, 0.35)
         f.step(12)
     assert f.reversals("decode") <= 2 * 2, "more than two an hour"
+
+
+@pytest.mark.timeout(20)
+def test_a_load_beyond_any_cluster_takes_no_time_to_size() -> None:
+    """A calibration with milliseconds for seconds, say: the launcher, which supervises the cluster, computes sizes."""
+    assert workers_for_waits(1e12, 1.0, 1.0, 0.05) == workers_for_waits(1e12, 1.0, math.inf, 0.05) == 1 << 14
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(20))
+def test_no_calibration_that_is_accepted_breaks_the_law(seed: int) -> None:
+    chosen = random.Random(seed)
+
+    def changed(values: dict[str, object]) -> dict[str, object]:
+        extremes: list[object] = [0, 1, 5e-324, 1e-300, 1e-18, 1e-3, 7.5, 1e18, 10**9]
+        return {
+            name: changed(value)
+            if isinstance(value, dict)
+            else chosen.choice(extremes)
+            if isinstance(value, int | float) and name != "format" and chosen.random() < 0.3
+            else value
+            for name, value in values.items()
+        }
+
+    kinds: list[Calibration] = []
+    while len(kinds) < 20:
+        with contextlib.suppress(InvalidRequest):
+            kinds.append(parse_calibration(changed(json.loads(json.dumps(KIND.as_json())))))
+    for kind in kinds:
+        f = Fluid(replace(POLICY, prefill=kind, decode=kind))
+        f.rate, f.queued = 30.0, 5
+        for slowness in (1.0, 1e-6, 1e6):
+            f.slowness = slowness
+            f.step(10)
+        assert all(1 <= d.size.prefill <= 20 and 1 <= d.size.decode <= 20 for d in f.decisions)
