@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from baton.core.errors import StartupError
 from launch.autoscale.law import ClusterSample, Memory, Policy, Sizing, WorkerSample, decide
 from launch.cluster_api import get_cluster, get_metrics
+from sim.scale.costs import Calibration
 from sim.scale.planner import Size
 from sim.stats import Slo
 
@@ -25,6 +26,7 @@ class Autoscaler:
         self._policy, self._url, self._log = policy, url, log
         self._memory = Memory()
         self._problem = ""  # the last one, so that it is logged once
+        self._mismatch = ""  # the last one, likewise
         self.decision: Sizing | None = None  # the last one
         self.roles: dict[str, str] = {}  # of the workers that were ready
         self.sample: ClusterSample | None = None  # the last one
@@ -42,6 +44,9 @@ class Autoscaler:
             return None if self.decision is None else self.decision.size
         self.sample, self.present = sample, sum(row["state"] != "lost" for row in document["workers"])
         self.roles = {worker.name: worker.role for worker in sample.workers}
+        if (differs := mismatch(document["workers"], self._policy.decode)) and differs != self._mismatch:
+            self._log(f"the calibration is of other workers, sizes may be wrong: {differs}")
+            self._mismatch = differs
         before = self.decision
         self.decision, self._memory = decide(self._policy, self._memory, sample)
         if before is None or self.decision.size != before.size or self.decision.unmet != before.unmet:
@@ -53,6 +58,18 @@ class Autoscaler:
         if problem and problem != self._problem:
             self._log(problem)
         self._problem = problem
+
+
+def mismatch(workers: Sequence[Mapping[str, Any]], kind: Calibration) -> str:
+    """Returns in what the first ready decode worker that is not of the calibrated kind differs; empty if none does.
+    Pure."""
+    calibrated: dict[str, int | str] = {"tensor_parallel": kind.tensor_parallel, "block_size": kind.block_size}
+    calibrated |= {name: kind.about[name] for name in ("dtype", "kv_dtype") if name in kind.about}
+    for row in workers:
+        for name, value in calibrated.items() if row["role"] == "decode" and row["state"] == "ready" else ():
+            if name in row and str(row[name]) != str(value):
+                return f"{name} of {row['id']} is {row[name]}, that of the calibrated ones {value}"
+    return ""
 
 
 def read_sample(document: Mapping[str, Any], metrics: str, slo: Slo, at_s: float) -> ClusterSample:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,12 +24,13 @@ from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc
 from launch.autoscale.command import autoscale_command
 from launch.autoscale.keda import serve
 from launch.autoscale.law import Policy
-from launch.autoscale.observe import TTFT, Autoscaler, above, read_sample
+from launch.autoscale.observe import TTFT, Autoscaler, above, mismatch, read_sample
 from launch.up import autoscale_policy, plan_for
 from launch.up_config import UpConfig
 from sim.scale.planner import Size
 from sim.stats import Slo
 from tests.support.scale import CALIBRATION
+from tests.support.topologies import free_ports
 
 COORDINATOR = {
     "admitted": 100,
@@ -138,6 +141,19 @@ def test_a_coordinator_that_does_not_reply_changes_nothing_and_is_logged_once(co
     assert Autoscaler(POLICY, "http://127.0.0.1:1", lines.append).look() is None
 
 
+def test_a_calibration_of_other_workers_is_named_once(coordinator: Any) -> None:
+    about = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    kind, lines = replace(CALIBRATION, about=about), list[str]()
+    rows = [row | {"tensor_parallel": 1, "dtype": "bfloat16"} for row in DOCUMENT["workers"]]  # type: ignore[attr-defined]
+    assert mismatch(rows, kind) == ""
+    rows[1] |= {"dtype": "float32"}
+    coordinator.handler.document = DOCUMENT | {"workers": rows}
+    autoscaler = Autoscaler(replace(POLICY, decode=kind), f"http://127.0.0.1:{coordinator.server_port}", lines.append)
+    assert autoscaler.look() == autoscaler.look() is not None
+    named = "sizes may be wrong: dtype of decode-0 is float32, that of the calibrated ones bfloat16"
+    assert [line for line in lines if "calibration" in line] == [f"the calibration is of other workers, {named}"]
+
+
 @pytest.fixture
 async def keda(coordinator: Any) -> AsyncIterator[tuple[Any, Any]]:
     coordinator.handler.document = DOCUMENT | {"workers": [], "coordinator": dict.fromkeys(COORDINATOR, 0)}
@@ -234,6 +250,21 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], r
             catch_exceptions=False,
             standalone_mode=False,
         )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("more", [[], ["--flip"]])
+def test_sigterm_ends_the_command_also_as_process_1(coordinator: Any, tmp_path: Path, more: list[str]) -> None:
+    """A signal without a handler does not end the first process of a container; here that it is handled shows in the
+    exit code."""
+    url = f"http://127.0.0.1:{coordinator.server_port}"
+    listen = ["--listen", f"127.0.0.1:{free_ports(1)[0]}"]
+    words = ["autoscale", url, "--calibration", _calibration(tmp_path), "--slo", "ttft=1", *listen, *more]
+    command = [sys.executable, "-m", "launch.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "autoscale" in process.stdout.readline()
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def test_up_scales_between_the_least_and_what_the_cluster_names(tmp_path: Path) -> None:
