@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import resource
 import threading
@@ -274,12 +275,28 @@ def lark_string(text: str) -> str:
 
 
 def json_text(value: Any, param: str) -> str:
-    """Serializes a client's value as JSON. Raises InvalidRequest if it is nested too deeply, or has a huge integer."""
+    """Serializes a client's value as JSON. Raises InvalidRequest if it is nested too deeply, or has a huge number."""
     try:
-        return orjson.dumps(value).decode()
+        text = orjson.dumps(value).decode()
     except TypeError as error:
         reason = "has an integer of more than 64 bits" if "64-bit" in str(error) else "is nested too deeply"
         raise InvalidRequest(f"'{param}' {reason}", param=param) from None
+    if "null" in text and _has_infinity(value):  # as which orjson writes it
+        raise InvalidRequest(f"'{param}' has a number beyond double precision, such as 1e400", param=param)
+    return text
+
+
+def _has_infinity(value: Any) -> bool:
+    stack = [value]
+    while stack:
+        match stack.pop():
+            case float() as number if math.isinf(number):
+                return True
+            case dict() as node:
+                stack += node.values()
+            case list() as entries:
+                stack += entries
+    return False
 
 
 def _try_out(grammar: str) -> None:

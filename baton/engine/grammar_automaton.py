@@ -27,6 +27,10 @@ MAX_LEXER_STATES = 50_000  # of a lexer, about 0.5 KB each; a string of bounded 
 STACK_BYTES = 8 << 20  # of the thread that computes masks; the coordinator first tests a grammar with half of it
 _TOO_MANY_STATES = "too many states"
 _LIMITS = (_TOO_MANY_STATES, "too many expressions", "Too many items", "items; max is")  # in llguidance's messages
+_NO_TOKEN = "NoExtensionBias"  # llguidance's whole message
+_ENDLESS = (
+    "no output can match it: a part of it matches nothing, or a reference leads back to itself before any text or value"
+)
 Bits: TypeAlias = "NDArray[np.uint8]"
 Masks: TypeAlias = "list[Bits | None]"
 
@@ -119,7 +123,8 @@ def error_of(matcher: LLMatcher) -> GrammarError:
 
 
 def first_line(message: str) -> str:
-    return " ".join(message.replace("<non-verbose/>", "").split())[:300] or "the grammar is not valid"
+    line = " ".join(message.replace("<non-verbose/>", "").split())[:300]
+    return _ENDLESS if line == _NO_TOKEN else line or "the grammar is not valid"
 
 
 class Lexers:

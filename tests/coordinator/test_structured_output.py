@@ -93,6 +93,14 @@ def test_every_field_that_requests_structured_output_is_parsed(fields: dict[str,
     assert chat.constraint == completion.constraint == wanted
 
 
+@pytest.mark.parametrize("schema", ['{"const": 1e400}', '{"enum": [1, [-1e400]]}', '{"type":"number","maximum":1e400}'])
+def test_a_number_beyond_double_precision_does_not_become_null(schema: str) -> None:
+    body = json.dumps(GOOD[CHAT])[:-1] + ', "structured_outputs": {"json": %s}}'
+    with pytest.raises(InvalidRequest, match=r"'structured_outputs.json' has a number beyond double precision"):
+        parse(ChatBody, (body % schema).encode()).options()
+    assert parse(ChatBody, (body % '{"enum": [null, 1e300]}').encode()).options().constraint is not None
+
+
 @pytest.mark.parametrize("asked", [None, {"type": "text"}, {"type": "text", "json_schema": None}])
 def test_text_response_format_sets_no_constraint(asked: Any) -> None:
     assert parse(ChatBody, json.dumps(GOOD[CHAT] | {"response_format": asked}).encode()).options().constraint is None
@@ -111,6 +119,9 @@ async def test_grammar_is_compiled_once_and_an_invalid_one_is_refused_with_the_r
         (Constraint("regex", "a(", "f"), "unclosed group"),
         (Constraint("lark", "start: b", "f"), "unknown name"),
         (Constraint("llguidance", "{}", "f"), "missing field"),
+        (Constraint("json_schema", '{"$ref":"#"}', "f"), "^f: no output can match it: .* a reference leads back to it"),
+        (Constraint("lark", 'start: "x" a\na: a', "f"), "^f: no output can match it"),
+        (Constraint("regex", r"[^\s\S]", "f"), "^f: no output can match it"),
     ]
     for constraint, why in refused:
         with pytest.raises(InvalidRequest, match=why) as caught:
