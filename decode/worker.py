@@ -20,6 +20,7 @@ from baton.engine.runner import Runner
 from baton.runtime.cluster_token import check_token
 from baton.runtime.config import WorkerConfig
 from baton.runtime.event_log import EventLog
+from baton.runtime.ports import check_free
 from baton.runtime.streams import serve_links
 from baton.runtime.tls import read_cluster_tls
 from baton.runtime.token_file import read_token
@@ -70,6 +71,7 @@ class DecodeWorker:
             plan_ahead=config.plan_ahead == "on" or (config.plan_ahead == "auto" and runner.launches_ahead),
             kept=kept,
         )
+        check_free(config.host, config.store_port, "--store-port", "edge store")
         self.store = EdgeStore(config.host, config.store_port)
         step = runner.step if engine is None else engine.step
         launcher = runner if self.scheduler.plan_ahead else None  # without drafting, engine.step is runner.step

@@ -56,7 +56,7 @@ def share(sock: socket.socket) -> None:
 
 
 SHARED_PORTS = ("grpc.so_reuseport", 1)
-"""The option of a gRPC server whose ports a successor may open too: `open_port` must `check` them first."""
+"""The option of a gRPC server whose ports a successor may open too: `open_port` must `check` them."""
 
 
 def open_port(
@@ -67,10 +67,10 @@ def open_port(
     flag: str,
     credentials: grpc.ServerCredentials | None = None,
     *,
-    check: bool = False,
+    check: bool = True,
 ) -> int:
-    """Makes `server` listen (port 0: on a free one) and returns the port. With `check` it must be free, even if the
-    server would share it.
+    """Makes `server` listen (port 0: on a free one) and returns the port. Without `check` it may be one that the server
+    shares with another; with it gRPC, which would write a line of its own to stderr, is not given a port in use.
 
     Raises:
         StartupError: the port cannot be opened; names the port (`port_name`), the cause, and the flag to
@@ -121,6 +121,7 @@ def check_free(host: str, port: int, flag: str, port_name: str = "") -> None:
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRNOTAVAIL:
             host_flag = "--control-host" if flag.startswith(("--control", "--admin")) else "--host"
+            host_flag = flag if flag == "--listen" else host_flag
             reason += f"; {host_flag} must be an address of this machine"
         raise StartupError(f"{named} ({flag}) cannot be used: {reason}") from None
 
