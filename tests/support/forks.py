@@ -9,6 +9,8 @@ a process, its parent, and the exit codes of `python -m` (tests/tools/test_forks
 forked, too, if they run one of `MODULES`: what a coordinator starts for templates and grammars, for example, is not.
 A coordinator does not start itself again with exec, and so has no huge pages.
 
+Without arguments this module only imports what processes need: `make test` so compiles it once, while it installs.
+
 A server forks, since a test process has threads. An intermediate process ends at once, so that the kernel gives its
 child to the process that asked for it, which waits for it as for any other child.
 """
@@ -313,6 +315,11 @@ def _server() -> _Server:
     return _Server()
 
 
+def import_all() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
 def serve(control: socket.socket) -> None:
     """Forks what is asked for, until the test process ends."""
     gc.disable()
@@ -320,8 +327,7 @@ def serve(control: socket.socket) -> None:
     given = dict(os.environ)
     os.environ.clear()  # libraries may keep pointers to its strings, which are not to be those that /proc shows
     os.environ.update(given)
-    for name in IMPORTED:
-        importlib.import_module(name)
+    import_all()
     fork_children()
     gc.collect()
     gc.freeze()
@@ -349,4 +355,7 @@ def _await_end(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    if len(sys.argv) > 1:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    else:
+        import_all()
