@@ -31,6 +31,7 @@ from launch.failure import Failure, box, describe_exit
 
 RETRY_S = 5.0
 TICK_S = 0.5
+REPEAT_S = 0.2
 KILLED = frozenset(code for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number))
 """Exit codes of a process that was killed from outside, as its parent sees it and as an agent passes it on."""
 REPLACE = "BATON_REPLACE"
@@ -267,10 +268,13 @@ class Signals:
     For the main thread only.
 
     SIGHUP stays ignored if it was (nohup); SIGINT does not, since a shell ignores it for commands started with `&`.
+    Signals within REPEAT_S of one that counted do not count: `timeout`, for example, signals its command and then the
+    group of processes that it is in.
     """
 
     def __init__(self) -> None:
         self.stops = self.last = 0
+        self._counted_at = -math.inf
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -299,5 +303,5 @@ class Signals:
                 pass
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if number in _STOPPING:
-            self.stops, self.last = self.stops + 1, number
+        if number in _STOPPING and time.monotonic() - self._counted_at >= REPEAT_S:
+            self.stops, self.last, self._counted_at = self.stops + 1, number, time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import StartupError
+from launch import supervisor
 from launch.child import Child, ChildSpec
 from launch.console import Console
-from launch.supervisor import RETRY_S, Backoff, MemberFailed, RestartPolicy, Supervised
+from launch.supervisor import RETRY_S, Backoff, MemberFailed, RestartPolicy, Signals, Supervised
 
 
 def member(where: Path, code: int, *, joins: bool, first_s: float = 0.0) -> Supervised:
@@ -137,3 +139,15 @@ def test_a_process_that_cannot_be_started_leaves_no_open_files(log: str | None, 
         with pytest.raises(StartupError):
             Child(ChildSpec("m", ("/no/such/program",), None if log is None else tmp_path / log))
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_signal_that_is_delivered_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` signals its command, and then the group that it is in: that is no second Ctrl-C, which kills."""
+    with Signals() as signals:
+        monkeypatch.setattr(supervisor, "REPEAT_S", 600.0)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert (signals.stops, signals.last) == (1, signal.SIGTERM)
+        monkeypatch.setattr(supervisor, "REPEAT_S", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (signals.stops, signals.last) == (2, signal.SIGINT)

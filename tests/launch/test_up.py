@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from launch.local import example_curl, example_request
+from launch.supervisor import REPEAT_S
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
 from tests.support.launchers import find_box
@@ -298,6 +299,7 @@ def test_second_signal_kills_members_that_do_not_drain(start) -> None:
     cluster = wait_ready(start(env={"FAKE_COORDINATOR": "hang", "FAKE_WORKER": "stubborn"}))
     cluster.process.send_signal(signal.SIGINT)
     cluster.wait_until(lambda c: "draining" in output(c), "draining")
+    time.sleep(2 * REPEAT_S)
     cluster.stop(130)
     assert "still running, killing it" in output(cluster)
 
