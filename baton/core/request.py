@@ -128,10 +128,14 @@ class GenerateRequest:
     """Generate nothing: return one vector, the final hidden state of the prompt's last token or the mean of those of
     all tokens; of a model with a classification head, its scores of the last token."""
     adapter: str = ""
+    # Derived once, since they are read many times for each request.
+    sequence_id: SequenceId = field(init=False, repr=False, compare=False)
+    num_prefill_tokens: int = field(init=False, repr=False, compare=False)
+    """Tokens whose KV must exist before the next one is sampled: the prompt and the output so far."""
 
-    @property
-    def sequence_id(self) -> SequenceId:
-        return SequenceId(self.request_id, self.choice, self.attempt)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequence_id", SequenceId(self.request_id, self.choice, self.attempt))
+        object.__setattr__(self, "num_prefill_tokens", len(self.prompt) + len(self.output))
 
     @property
     def choice_id(self) -> ChoiceId:
@@ -141,11 +145,6 @@ class GenerateRequest:
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end the choice: EOS, and those that the client named."""
         return self.eos_token_ids + self.sampling.stop_token_ids
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens whose KV must exist before the next one is sampled: the prompt and the output so far."""
-        return len(self.prompt) + len(self.output)
 
     @property
     def reads_all_positions(self) -> bool:

@@ -185,10 +185,12 @@ def _code(number: int, default: Any) -> ErrorCode | None:
 
 
 def _plain_fields(core: type) -> dict[str, Any]:
-    """Returns the fields of a core class that its message has too, each with its default or MISSING."""
+    """Returns the fields of a core class that its message has too, each with its default or MISSING: not those that
+    follow from others."""
     if not is_dataclass(core):
         return {name: core._field_defaults.get(name, MISSING) for name in core._fields}  # type: ignore[attr-defined]
-    named = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(core)}
+    given = [f for f in fields(core) if f.init]
+    named = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in given}
     if core is request.GenerateRequest:  # these are one field of its message, `sequence`
         for name in request.SequenceId._fields:
             del named[name]

@@ -33,7 +33,7 @@ def values(core: type) -> st.SearchStrategy[Any]:
     """Any value of a core dataclass or named tuple, according to its annotations."""
     hints = get_type_hints(core)
     descriptor = WIRE[core].DESCRIPTOR.fields_by_name
-    names = [f.name for f in fields(core)] if is_dataclass(core) else list(core._fields)  # type: ignore[attr-defined]
+    names = [f.name for f in fields(core) if f.init] if is_dataclass(core) else core._fields  # type: ignore[attr-defined]
     by_hand = {"seed", "logit_bias", "bad_words"} if core is request.SamplingParams else set()
     parts = {name: field(hints[name], descriptor.get(name)) for name in names if name not in by_hand}
     if core is request.SamplingParams:
@@ -156,7 +156,7 @@ def _least(core: Any) -> Any:
     hints = get_type_hints(core)
     parts: dict[str, Any] = {}
     for f in fields(core):
-        if f.default is not MISSING or f.default_factory is not MISSING:
+        if f.default is not MISSING or f.default_factory is not MISSING or not f.init:
             continue
         hint = hints[f.name]
         if hint is request.SequenceId:
