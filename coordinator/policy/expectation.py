@@ -27,7 +27,8 @@ class OutputExpectation:
 
     def tokens(self, prefill_tokens: int, kv_tokens: int) -> int:
         """Returns how many tokens a sequence is expected to have, at most `kv_tokens`."""
-        return min(kv_tokens, prefill_tokens + round(self.mean_tokens))
+        expected = prefill_tokens + round(self.mean_tokens)
+        return expected if expected < kv_tokens else kv_tokens
 
     def blocks(self, request: GenerateRequest, pool: Pool) -> dict[int, int]:
         """Returns how many blocks a request is expected to need at a decode worker of a pool, by block size."""
@@ -37,5 +38,7 @@ class OutputExpectation:
     def growth(self, prefill_tokens: int, kv_tokens: int, produced: int, worker: Worker) -> int:
         """Returns the further blocks that a sequence is expected to need at its decode worker, at least the column that
         decode keeps free."""
-        expected = worker.blocks_for(self.tokens(prefill_tokens, kv_tokens))
-        return max(worker.blocks_of_column, expected - worker.blocks_for(prefill_tokens + produced))
+        expected, now = self.tokens(prefill_tokens, kv_tokens), prefill_tokens + produced
+        if expected <= now:
+            return worker.blocks_of_column
+        return max(worker.blocks_of_column, worker.blocks_for(expected) - worker.blocks_for(now))

@@ -285,7 +285,9 @@ class Worker:
         """Returns how many blocks a sequence of so many tokens holds at once, at most: it gives back those behind the
         window (`Window.max_blocks`, of which this is the fast form)."""
         columns = -(-tokens // self.block_size)
-        return self._full * columns + self._sliding * min(columns, self._columns_at_once)
+        if columns <= self._columns_at_once:
+            return self.blocks_of_column * columns
+        return self._full * columns + self._sliding * self._columns_at_once
 
     def before(self, tenant: str, tokens: int) -> int:
         """Returns how many tokens are computed here before a prompt of a tenant, with `tokens` tokens to compute, is
