@@ -51,8 +51,8 @@ class CountedBlocks:
             self._add(len(blocks), holder)
 
     def convert(self, blocks: Sized, old: Holder, new: Holder) -> None:
+        self._add(len(blocks), new)  # first: a sequence without blocks would be forgotten
         self._add(-len(blocks), old)
-        self._add(len(blocks), new)
 
     def release(self, blocks: Sized, holder: Holder) -> int:
         before = self.num_free
