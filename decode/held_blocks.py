@@ -27,7 +27,7 @@ class HeldBlocks:
         if num_tokens < sequence.num_tokens:
             num_tokens -= num_tokens % self._layout.block_size
         if own := self._incoming(sequence, self._window.columns(num_tokens)):
-            self._blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
+            self._blocks.convert(own, Holder("receiving", sequence.id), sequence.holder)
             sequence.num_computed = num_tokens
             self._cache.store_full_blocks(sequence)
 
@@ -38,7 +38,7 @@ class HeldBlocks:
     def extend(self, sequence: Sequence, count: int) -> None:
         """Allocates `count` further blocks, which are free."""
         if count > 0:
-            sequence.block_ids += self._blocks.allocate(count, Holder("sequence", sequence.id)) or ()
+            sequence.block_ids += self._blocks.allocate(count, sequence.holder) or ()
 
     def extend_for_drafts(self, sequence: Sequence, count: int) -> int:
         """Allocates free blocks for `count` positions after the last token; returns how many of them have blocks."""
@@ -57,7 +57,7 @@ class HeldBlocks:
         else:
             self._cache.store_full_blocks(sequence)
             shared = self._cache.held(sequence) + sequence.retired
-        self._blocks.release(shared, Holder("sequence", sequence.id))
+        self._blocks.release(shared, sequence.holder)
         sequence.block_ids, sequence.num_computed = (), 0
         sequence.num_dropped, sequence.retired = 0, ()
 

@@ -180,7 +180,7 @@ class DecodeScheduler:
         sequence = Sequence(request, State.RECEIVING, now, self._next_number)
         window, start = self.window, self.window.first_position(sequence.num_tokens)
         leave = here * window.groups + due
-        holders = Holder("sequence", sequence.id), Holder("receiving", sequence.id)
+        holders = sequence.holder, Holder("receiving", sequence.id)
         if waiting or not self.cache.allocate(sequence, *holders, leave=leave, start=start):
             needed = self.layout.blocks_for(sequence.num_tokens) - window.sliding * (start // self.layout.block_size)
             counts = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
@@ -374,7 +374,7 @@ class DecodeScheduler:
         if self.window.size:
             for row in plan.rows:
                 if (here := self.sequences.get(row.sequence_id)) is not None and here.ending is None:
-                    self.cache.give_back(here, Holder("sequence", here.id))
+                    self.cache.give_back(here, here.holder)
         return DecodeResult(tuple(tokens), tuple(ended))
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
@@ -482,7 +482,7 @@ class DecodeScheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free: what the sequences that have
         blocks need for one more each stays free."""
-        holder, groups = Holder("sequence", sequence.id), self.window.groups
+        holder, groups = sequence.holder, self.window.groups
         here = self._number(State.RUNNING) + self._number(State.READY) + self._number(State.RECEIVING)
         limit = self._columns_at_once if self.window.size else None
         if not self.cache.allocate(sequence, holder, holder, leave=here * groups, max_columns=limit):
@@ -508,7 +508,7 @@ class DecodeScheduler:
 
     def _resume(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for [0, end) of a preempted sequence, cached ones where possible. False if it cannot."""
-        self.cache.reuse(sequence, Holder("sequence", sequence.id))
+        self.cache.reuse(sequence, sequence.holder)
         columns = sequence.num_dropped + self._columns_at_once
         if not self._grow(sequence, min(end, columns * self.layout.block_size)):
             self._held.release(sequence)
@@ -523,7 +523,7 @@ class DecodeScheduler:
             whole = sequence.boosted or sequence.state is not State.PREEMPTED
             before = sequence.rank if whole else (sequence.rank[0] + 1, False, 0)
             behind = [s for s in self._ranked(*_HOLDING) if s.rank > before and s.step_id is None]
-            holders = {Holder("sequence", s.id) for s in behind}
+            holders = {s.holder for s in behind}
             theirs = (block for s in behind for block in self.cache.held(s))
             if needed > self.blocks.num_free_without(holders, theirs):
                 return False

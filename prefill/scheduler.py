@@ -289,7 +289,7 @@ class PrefillScheduler:
         if needed <= 0 or sequence.ending is not None:
             return
         count = min(needed, self.blocks.num_free // window.groups)
-        sequence.block_ids += self.blocks.allocate(count * window.groups, Holder("sequence", sequence.id)) or ()
+        sequence.block_ids += self.blocks.allocate(count * window.groups, sequence.holder) or ()
         if sequence.send_pinned:
             self.blocks.hold(self._to_send(sequence, has), Holder("send", sequence.id))
 
@@ -351,7 +351,7 @@ class PrefillScheduler:
 
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free."""
-        holder = Holder("sequence", sequence.id)
+        holder = sequence.holder
         if not self.cache.allocate(sequence, holder, holder, leave=self._promised(), max_columns=self._max_columns):
             return False
         if sequence.send_pinned:
@@ -433,7 +433,7 @@ class PrefillScheduler:
         if self.window.size:
             for sequence in sequences:
                 if sequence.state is State.PREFILLING and sequence.ending is None:
-                    self.cache.give_back(sequence, Holder("sequence", sequence.id))
+                    self.cache.give_back(sequence, sequence.holder)
         return PrefillResult(tuple(progress), tuple(ended))
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
@@ -500,7 +500,7 @@ class PrefillScheduler:
         self._forget(sequence)
 
     def _release_own(self, sequence: Sequence) -> None:
-        self.blocks.release(self.cache.held(sequence) + sequence.retired, Holder("sequence", sequence.id))
+        self.blocks.release(self.cache.held(sequence) + sequence.retired, sequence.holder)
         sequence.retired = ()
 
     def _forget(self, sequence: Sequence) -> None:

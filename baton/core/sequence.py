@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import add
 
-from baton.core.blocks import KeyChain
+from baton.core.blocks import Holder, KeyChain
 from baton.core.errors import InvariantError
 from baton.core.events import NO_SPECULATION, NO_STAMPS, SpeculationCounters, StageStamps, TokenEvent
 from baton.core.machine import Table, handle, to
@@ -74,8 +74,9 @@ class Sequence:
     arrived_at: float
     # Order of arrival at this worker.
     number: int = 0
-    # The name of its present attempt, made once because every step reads it.
+    # The name of its present attempt, and the holder of its blocks, made once because every step reads them.
     id: SequenceId = field(init=False)
+    holder: Holder = field(init=False)
     # Starts with the tokens of earlier attempts.
     output: list[int] = field(init=False)
     # Those of the tokens appended since, if the request asks for them.
@@ -147,6 +148,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.id = self.request.sequence_id
+        self.holder = Holder("sequence", self.id)
         self.output = list(self.request.output)
         self.next_emit_index = len(self.output)
 
@@ -289,6 +291,7 @@ class Sequence:
     def begin_attempt(self, attempt: int) -> None:
         self.request = replace(self.request, attempt=attempt)
         self.id = self.request.sequence_id
+        self.holder = Holder("sequence", self.id)
 
     # States.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton.core.blocks import BlockTable, Holder
+from baton.core.blocks import BlockTable
 from baton.core.errors import InvariantError
 from baton.core.kv_layout import KVLayout
 from baton.core.sequence import Sequence
@@ -113,7 +113,7 @@ class ModelDrafts:
 
     def close(self, sequence: Sequence) -> None:
         draft, sequence.draft = _draft_kv(sequence), None
-        self.blocks.release(draft.block_ids, Holder("sequence", sequence.id))
+        self.blocks.release(draft.block_ids, sequence.holder)
 
     def behind(self, sequence: Sequence) -> int:
         """Returns how many tokens of a sequence the draft model has to compute before it drafts the next one."""
@@ -157,7 +157,7 @@ class ModelDrafts:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raises InvariantError unless exactly these sequences hold blocks."""
         self.blocks.check()
-        self.blocks.check_held({(b, Holder("sequence", s.id)) for s in sequences for b in _draft_kv(s).block_ids})
+        self.blocks.check_held({(b, s.holder) for s in sequences for b in _draft_kv(s).block_ids})
 
     def _reach(self, sequence: Sequence, end: int) -> int:
         """Allocates blocks for positions [0, end) while any are free; returns how many are covered, at most `end`."""
@@ -166,7 +166,7 @@ class ModelDrafts:
         free = self.blocks.num_free // groups * groups
         needed = min(self.layout.blocks_for(end) - len(draft.block_ids), free)
         if needed > 0:
-            draft.block_ids += self.blocks.allocate(needed, Holder("sequence", sequence.id)) or ()
+            draft.block_ids += self.blocks.allocate(needed, sequence.holder) or ()
         return min(end, self.layout.positions_in(len(draft.block_ids)))
 
 

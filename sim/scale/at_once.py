@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.core.blocks import Holder
 from baton.core.errors import InvariantError
 from baton.core.request import SequenceId
 from baton.core.sequence import Admitted, Sequence, State
@@ -88,7 +87,7 @@ def advance(
         s.num_computed = end = s.num_tokens + steps - 1
         lacking = -(-end // size) - len(s.block_ids)
         if lacking > 0:
-            blocks = scheduler.blocks.allocate(lacking, Holder("sequence", s.id))
+            blocks = scheduler.blocks.allocate(lacking, s.holder)
             if blocks is None:
                 raise InvariantError(f"{s.id} lacks {lacking} blocks: {scheduler.blocks!r}")
             s.block_ids += blocks
