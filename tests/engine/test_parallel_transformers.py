@@ -4,8 +4,6 @@ itself."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from baton.engine.parallel import TPGroup
 from baton.engine.transformers_parallel import PROVEN, Cut, divide
 from baton.runtime.model_source import builtin_directory
 from launch import served_models
+from tests.support import forks
 from tests.support.engine_driver import Job, random_tokens, run
 from tests.support.rank_pool import RankPool
 from tests.support.transformers_models import generated, make_mxfp4_checkpoint, make_transformers_checkpoint
@@ -198,10 +197,8 @@ def test_loading_a_part_takes_no_more_than_the_part_and_its_largest_tensor(tmp_p
     paths = [
         make_transformers_checkpoint(tmp_path / name, "mixtral", **sizes) for name, sizes in (("n", {}), ("m", sizes))
     ]
-    # By default glibc raises these limits as it runs, and keeps memory that was freed: now 10 MiB more, now none.
-    returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command, environment = [sys.executable, "-c", LOAD, *map(str, paths)], {**os.environ, **returned}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200, env=environment)
+    done = forks.run([sys.executable, "-m", "tests.support.load_part", *map(str, paths)], timeout=200)
+    assert done.returncode == 0, done.stderr
     peak, part, largest = json.loads(done.stdout)
     assert part > 30 << 20
     assert peak < part + 2 * largest, (peak, part, largest)
@@ -214,36 +211,3 @@ def without_weights(kind: str, **changes: Any) -> Any:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation="eager")
-
-
-LOAD = """
-import json, sys, threading, time, torch
-from pathlib import Path
-from baton.engine import transformers_model
-from baton.engine.parallel import TPGroup
-
-class Alone(TPGroup):
-    "One of two ranks, whose sums are its own part: only sizes count here."
-    all_reduce = all_gather = gather = lambda self, x: x
-
-def anonymous():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) << 10
-
-def watch():
-    global peak
-    while True:
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-
-def load(directory):
-    return transformers_model.load(Path(directory), 64, "float32", torch.device("cpu"), 320, Alone(1, 2))
-
-torch.set_num_threads(1)
-load(sys.argv[1])  # allocates what is allocated once
-before = peak = anonymous()
-threading.Thread(target=watch, daemon=True).start()
-model = load(sys.argv[2])
-sizes = [p.numel() * p.element_size() for p in model._model.parameters()]
-print(json.dumps([peak - before, sum(sizes), max(sizes)]))
-"""

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 from launch.child import Child
 
 ROOT = Path(__file__).parents[2]
-_OF_SUPPORT = "fault_up fault_worker load_peak process_facts rank_process symmetric_ranks versioned"
+_OF_SUPPORT = "fault_up fault_worker load_part load_peak process_facts rank_process symmetric_ranks versioned"
 MODULES = frozenset(
     {"launch.cli", "launch.agent", "coordinator", "batches", "prefill", "decode", "tests.transfer.peer"}
     | {f"tests.launch.fakes.{name}" for name in ("batches", "front", "up", "worker")}
