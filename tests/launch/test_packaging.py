@@ -125,3 +125,13 @@ def test_script_reports_a_python_without_baton(script: str, tmp_path: Path) -> N
     done = subprocess.run([str(path), "--help"], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 3 and "Baton is not installed for python3; set PYTHON to" in done.stderr
     assert "No module" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["bin/baton", "version"], ["bin/python", "-m", "launch", "version"]])
+def test_ctrl_c_while_the_command_imports_is_no_traceback(python: Path, words: list[str], tmp_path: Path) -> None:
+    """A module of the command line that cannot be imported because of it."""
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    command = [python.parent.parent / words[0], *words[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
