@@ -122,6 +122,15 @@ class Worker:
     running sequences and reserved blocks, then by name. It is one number, so that the pool can keep the ranks sorted.
     """
 
+    # Python keeps so many attributes in a large dict for each object otherwise, and placements read those of many.
+    __slots__ = (
+        *("_columns_at_once", "_counted_before", "_full", "_join", "_load", "_order", "_sliding", "_state"),
+        *("adapter_failures", "adapters", "backlog_of", "backlog_tokens", "block_size", "blocks_of_column", "cached"),
+        *("computes_prompts", "connected", "drain_by", "gpu", "growth", "incarnation", "lease_until", "max_model_len"),
+        *("max_running", "max_tokens", "next_role", "pool", "rank", "reserved_blocks", "role", "room", "running"),
+        *("since", "slot", "step_tokens", "worker_id"),
+    )
+
     def __init__(self, join: Join, since: float, lease_until: float, pool: Pool) -> None:
         self.since = since
         self.lease_until = lease_until
