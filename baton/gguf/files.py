@@ -41,7 +41,9 @@ def gguf_file(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(path.glob("*.gguf"))
-    models = {match[1] if (match := _PART.fullmatch(file.name)) else file.name: file for file in reversed(files)}
+    models = {
+        match.group(1, 3) if (match := _PART.fullmatch(file.name)) else file.name: file for file in reversed(files)
+    }
     if len(models) > 1:
         raise StartupError(f"{path} holds {len(models)} models in GGUF: name one of its files")
     return next(iter(models.values()), None)

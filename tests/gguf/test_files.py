@@ -181,6 +181,11 @@ def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path)
         assert torch.equal(made.read(name), tensor)
     assert [file.name for file in weight_files(made.model_dir)] == [part.name for part in parts]
     shutil.copy(parts[0], tmp_path / "alone.gguf")
+    (tmp_path / "set").mkdir()
+    shutil.copy(parts[0], tmp_path / "set" / parts[0].name)
+    shutil.copy(parts[0], tmp_path / "set" / "m-00001-of-00003.gguf")
+    with pytest.raises(StartupError, match="holds 2 models in GGUF: name one"):
+        gguf_file(tmp_path / "set")
     named = r"^alone.gguf: by its metadata it is part 1 of 2 of a split model, by its name a whole model$"
     with pytest.raises(StartupError, match=named):
         checkpoint_directory(tmp_path / "alone.gguf")
