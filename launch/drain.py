@@ -87,11 +87,19 @@ class Control(NamedTuple):
     tls: ClusterTls | None
 
 
+def credentials(
+    url: str, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
+) -> tuple[str, ClusterTls | None]:
+    """Returns the token and the certificate that the options of a command name. Raises StartupError if one of them
+    cannot be used."""
+    if coordinator and (wrong := host_port_error(coordinator)):
+        raise StartupError(f"--coordinator {wrong}")
+    return read_token(cluster_token_file or local_token(url)), read_cluster_tls(cluster_tls_dir, "operator")
+
+
 def control_of(url: str, coordinator: str, cluster_token_file: str, cluster_tls_dir: str) -> Control:
     """Returns the cluster at `url` and its control port, by the options of a command, which may be empty. Raises
     BatonError."""
-    if coordinator and (wrong := host_port_error(coordinator)):
-        raise StartupError(f"--coordinator {wrong}")
-    token, tls = read_token(cluster_token_file or local_token(url)), read_cluster_tls(cluster_tls_dir, "operator")
+    token, tls = credentials(url, coordinator, cluster_token_file, cluster_tls_dir)
     cluster = get_cluster(url)
     return Control(cluster, coordinator or cluster.control, token, tls)

@@ -154,23 +154,29 @@ def _flip(policy: Policy, url: str, every_s: float, *control: str) -> int:
     from launch.autoscale.flip import next_flip
     from launch.autoscale.observe import Autoscaler
     from launch.console import Console
-    from launch.drain import drain
+    from launch.drain import credentials, drain
 
+    credentials(url, *control)
     console = Console()
     autoscaler = Autoscaler(policy, url, lambda line: console.stage("autoscale", line))
+    problem = ""  # the last one, so that it is logged once
     with contextlib.suppress(KeyboardInterrupt):
         while True:  # until Ctrl-C
             autoscaler.look()
             if (decision := autoscaler.decision) is not None and (sample := autoscaler.sample) is not None:
                 flip = next_flip(sample, decision.busy, autoscaler.present)
                 if flip is not None:
-                    console.stage("autoscale", f"{decision.busy[0]:.2f} prefill and {decision.busy[1]:.2f} decode busy")
+                    if not problem:
+                        busy = f"{decision.busy[0]:.2f} prefill and {decision.busy[1]:.2f} decode busy"
+                        console.stage("autoscale", busy)
                     try:
                         drain(flip.worker, url, FLIP_S[flip.role], flip.role, *control)
+                        problem = ""
                     except StartupError as error:  # the next look decides again
-                        console.stage(
-                            "autoscale", f"{flip.worker} did not become a {flip.role} worker: {error.message}"
-                        )
+                        line = f"{flip.worker} did not become a {flip.role} worker: {error.message}"
+                        if line != problem:
+                            console.stage("autoscale", line)
+                        problem = line
             time.sleep(every_s)
     return 0
 

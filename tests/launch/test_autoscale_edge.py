@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,6 +23,7 @@ from baton.core.errors import StartupError
 from baton.runtime.streams import NO_PROXY
 from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc
 from launch.autoscale.command import autoscale_command
+from launch.autoscale.flip import Flip
 from launch.autoscale.keda import serve
 from launch.autoscale.law import Policy
 from launch.autoscale.observe import TTFT, Autoscaler, above, mismatch, read_sample
@@ -240,6 +242,11 @@ def test_a_dry_run_prints_each_decision_with_its_numbers(tmp_path: Path) -> None
         (["--slo", "ttft=1", "--min", "3", "--max-prefill", "2"], "--min 3 is above --max-prefill 2"),
         (["--slo", "ttft=1", "--min", "3", "--max-decode", "2"], "--min 3 is above --max-decode 2"),
         (["--slo", "ttft=1", "--dry-run"], "give either --trace or --rate"),
+        (
+            ["--slo", "ttft=1", "--flip", "--cluster-token-file", "/nowhere"],
+            "--cluster-token-file /nowhere: No such file",
+        ),
+        (["--slo", "ttft=1", "--flip", "--coordinator", "x"], "--coordinator must be HOST:PORT"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], reason: str) -> None:
@@ -265,6 +272,30 @@ def test_sigterm_ends_the_command_also_as_process_1(coordinator: Any, tmp_path: 
         assert process.stdout is not None and "autoscale" in process.stdout.readline()
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_a_flip_that_is_refused_again_and_again_is_named_once(
+    coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, reasons = count(), iter(["token: it is missing"] * 3 + ["it is leaving"] * 2)
+
+    def refuse(*_: object) -> int:
+        raise StartupError(f"flip refused: {next(reasons)}")
+
+    def sleep(seconds: float) -> None:
+        if next(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.drain.drain", refuse)
+    monkeypatch.setattr("launch.autoscale.flip.next_flip", lambda *_: Flip("decode-0", "prefill"))
+    monkeypatch.setattr("launch.autoscale.command.time.sleep", sleep)
+    monkeypatch.setattr("launch.autoscale.command.signal.signal", lambda *_: None)
+    url = f"http://127.0.0.1:{coordinator.server_port}"
+    words = [url, "--calibration", _calibration(tmp_path), "--slo", "ttft=1", "--flip"]
+    lines = CliRunner().invoke(autoscale_command, words, standalone_mode=False, catch_exceptions=False).output
+    named = "decode-0 did not become a prefill worker: flip refused: "
+    assert lines.count(named + "token: it is missing") == lines.count(named + "it is leaving") == 1
+    assert lines.count(" decode busy") == 1
 
 
 def test_up_scales_between_the_least_and_what_the_cluster_names(tmp_path: Path) -> None:
