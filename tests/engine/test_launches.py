@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -87,13 +88,18 @@ def target(request: pytest.FixtureRequest) -> Iterator[Runner]:
     yield runner
 
 
+@pytest.fixture(scope="module")
+def one_by_one(target: Runner) -> Callable[[str], Run]:
+    """Computes the requests of a kind one step after another, once for all ways to launch steps ahead."""
+    return cache(lambda kind: decode_all(target, requests(kind, 10), batch=4))
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at launch", "late"])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_steps_launched_ahead_yield_the_results_of_steps_computed_one_by_one(
-    target: Runner, kind: str, late: bool
+    target: Runner, one_by_one: Callable[[str], Run], kind: str, late: bool
 ) -> None:
-    some = requests(kind, 10)
-    expected = decode_all(target, some, batch=4)
+    some, expected = requests(kind, 10), one_by_one(kind)
     before = target.launches.rows_with_device_token
     found = decode_all(target, some, batch=4, launcher=DeferredLauncher(target) if late else target)
     assert same(found, expected) and (kind not in ("by number", "all") or any(found.logprobs.values()))
