@@ -94,7 +94,7 @@ async def run_batches(config: BatchesConfig) -> None:
 
 def listen(host: str, port: int) -> socket.socket:
     """Returns a socket whose connections buffer little for a client that reads slowly. Raises StartupError."""
-    sock = bind(host, port)
+    sock = bind(host, port, "--batches-port", "batches")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return sock
 

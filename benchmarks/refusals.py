@@ -67,7 +67,9 @@ async def measure(count: int) -> list[list[str]]:
     text.start()
     cluster = Cluster(3.0, QUEUE, 1 << 20)
     pipeline = Pipeline(cluster, text.vocabulary)
-    server = HttpServer(create_app(pipeline, text, HttpSettings("builtin")), bind("127.0.0.1", 0), grace_s=1.0)
+    server = HttpServer(
+        create_app(pipeline, text, HttpSettings("builtin")), bind("127.0.0.1", 0, "--port", "HTTP"), grace_s=1.0
+    )
     serving = asyncio.create_task(server.serve())
     waiting = [pipeline.generate(Submission(f"waits-{number}", (300,) * 96, 16)) for number in range(QUEUE)]
     fill = [asyncio.ensure_future(anext(deltas)) for deltas in waiting]

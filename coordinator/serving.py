@@ -105,7 +105,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     translator = Translator(text, deadline_s=config.request_timeout_s, pools_hold=pipeline.max_model_len)
     await asyncio.to_thread(text.check)
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
-    front = bind(config.host, config.port, take_over=config.take_over)
+    front = bind(config.host, config.port, "--port", "HTTP", take_over=config.take_over)
     batches_key = _batches_key(config, keys, token)
     settings = _settings(config, name, keys, "api" if apart else "all", front, batches_key)
     responses = _responses(config)
@@ -117,7 +117,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     http = HttpServer(app, front, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
     if apart:
-        admin = bind(config.control_host, config.admin_port, take_over=config.take_over)
+        admin = bind(config.control_host, config.admin_port, "--admin-port", "admin", take_over=config.take_over)
         share(admin)
         apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin, batches_key)))
         servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)

@@ -25,18 +25,18 @@ BACKLOG = 1_024
 _FIXED_PORTS = range(20_000, 32_768)
 
 
-def bind(host: str, port: int, *, take_over: bool = False) -> socket.socket:
+def bind(host: str, port: int, flag: str, port_name: str, *, take_over: bool = False) -> socket.socket:
     """Returns a listening TCP socket, so that a second server on the port fails now and not later. With `take_over` the
     port may be that of a socket that was passed to `share`, by a process of this user.
 
     Raises:
-        StartupError: the port cannot be opened.
+        StartupError: the port cannot be opened; as that of `check_free`.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
     except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        raise _unusable(error, host, port, flag, port_name) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if take_over:
@@ -45,7 +45,7 @@ def bind(host: str, port: int, *, take_over: bool = False) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise _unusable(error, host, port, flag, port_name) from None
     sock.setblocking(False)
     return sock
 
@@ -108,7 +108,6 @@ def choose_port(host: str) -> int:
 def check_free(host: str, port: int, flag: str, port_name: str = "") -> None:
     """Raises StartupError unless the port can be opened now; `flag` is the flag that chooses another (and its
     process), `port_name` what the port is for."""
-    named = f"{port_name} port {port} on {host}".strip()
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -116,14 +115,19 @@ def check_free(host: str, port: int, flag: str, port_name: str = "") -> None:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"{named} is in use; choose another with {flag}") from None
-        reason = error.strerror or str(error)
-        if error.errno == errno.EADDRNOTAVAIL:
-            host_flag = "--control-host" if flag.startswith(("--control", "--admin")) else "--host"
-            host_flag = flag if flag == "--listen" else host_flag
-            reason += f"; {host_flag} must be an address of this machine"
-        raise StartupError(f"{named} ({flag}) cannot be used: {reason}") from None
+        raise _unusable(error, host, port, flag, port_name) from None
+
+
+def _unusable(error: OSError, host: str, port: int, flag: str, port_name: str) -> StartupError:
+    named = f"{port_name} port {port} on {host}".strip()
+    if error.errno == errno.EADDRINUSE:
+        return StartupError(f"{named} is in use; choose another with {flag}")
+    reason = error.strerror or str(error)
+    if error.errno == errno.EADDRNOTAVAIL:
+        host_flag = "--control-host" if flag.startswith(("--control", "--admin")) else "--host"
+        host_flag = {"--listen": flag, "--batches-port": "--batches-host"}.get(flag, host_flag)
+        reason += f"; {host_flag} must be an address of this machine"
+    return StartupError(f"{named} ({flag}) cannot be used: {reason}")
 
 
 def write_ready_file(path: str, addresses: Mapping[str, str]) -> None:

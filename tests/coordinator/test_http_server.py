@@ -174,11 +174,11 @@ async def test_stop_ends_requests_that_exceed_the_grace_period(app: Starlette, g
 async def test_port_in_use_is_reported_in_one_line(app: Starlette) -> None:
     async with running(app) as server:
         with pytest.raises(StartupError) as caught:
-            bind(*server.address)
+            bind(*server.address, "--port", "HTTP")
         host, port = server.address
-        assert str(caught.value) == f"cannot listen on {host}:{port}: Address already in use"
-    with pytest.raises(StartupError, match=r"cannot listen on no-such-host\.invalid:1"):
-        bind("no-such-host.invalid", 1)
+        assert str(caught.value) == f"HTTP port {port} on {host} is in use; choose another with --port"
+    with pytest.raises(StartupError, match=r"^HTTP port 1 on no-such-host\.invalid \(--port\) cannot be used: "):
+        bind("no-such-host.invalid", 1, "--port", "HTTP")
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"

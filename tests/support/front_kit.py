@@ -21,7 +21,7 @@ async def running(
     app: ASGIApp, *, grace_s: float = 1.0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[HttpServer]:
     """Serves `app` on a free loopback port."""
-    server = HttpServer(app, bind("127.0.0.1", 0), grace_s=grace_s, tls=tls)
+    server = HttpServer(app, bind("127.0.0.1", 0, "--port", "HTTP"), grace_s=grace_s, tls=tls)
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)
