@@ -1,13 +1,21 @@
 """Whose turn it is among tenants that share one queue: the one that has received the least service. Pure.
 
 The counters are those of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2: each
-tenant's is the service that it has received, and the waiting tenant with the smallest one goes next. A tenant that had
-nothing waiting is lifted to the smallest counter of those that wait, so that time without requests earns no credit.
+tenant's is the service that it has received, and the waiting tenant with the smallest one goes next. There a tenant
+that had nothing waiting is lifted to the smallest counter of those that wait, and time without requests earns nothing.
+Here it is lifted to `IDLE_CREDIT` less: a tenant that uses less than its share, and whose requests follow each other
+closely now and then, has no turns of a busy one between them. So two tenants that wait during a whole interval differ
+by up to `IDLE_CREDIT` more in what they receive in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+IDLE_CREDIT, SHARED_CREDIT = 16_384, 12_288
+"""In tokens of prompts. A tenant with more than SHARED_CREDIT goes before those with less; with up to so much it takes
+turns with those that have none, or else tenants that use all of their share would wait for each other
+(benchmarks/results/tenants.md)."""
 
 
 class VirtualCounters:
@@ -18,33 +26,38 @@ class VirtualCounters:
         self._turns: dict[str, int] = {}  # the number of each tenant's last turn
         self._last_turn = 0
         self._last = ""  # see `leave`
+        self._floor = 0.0  # where credit ends: the highest of the smallest counters of those that waited
 
     def copy(self) -> VirtualCounters:
         other = VirtualCounters()
         other._served, other._turns = self._served.copy(), self._turns.copy()
-        other._last_turn, other._last = self._last_turn, self._last
+        other._last_turn, other._last, other._floor = self._last_turn, self._last, self._floor
         return other
 
     def of(self, tenant: str) -> float:
         return self._served.get(tenant, 0.0)
 
-    def turn(self, tenant: str) -> tuple[float, int]:
-        """Returns the sort key of a tenant that waits: the lowest goes next. Of equal counters, the one served longest
-        ago: a tenant that was idle has just been lifted to the counter of another."""
-        return self.of(tenant), self._turns.get(tenant, 0)
+    def turn(self, tenant: str) -> tuple[float, bool, int]:
+        """Returns the sort key of a tenant that waits: the lowest goes next. Those with credit have equal counters; of
+        these, the one served longest ago goes next."""
+        counter = self.of(tenant)
+        return max(counter, self._floor), counter >= self._floor - SHARED_CREDIT, self._turns.get(tenant, 0)
 
     def after_idle(self, tenant: str, waiting: Iterable[str]) -> float:
         """Returns the counter with which a tenant that has nothing in the queue would enter it; `waiting` are those
         in it."""
-        floor = min(map(self.of, waiting), default=self.of(self._last))
-        return max(self.of(tenant), floor)
+        return max(self.of(tenant), self._floor_with(waiting) - IDLE_CREDIT)
 
     def enter(self, tenant: str, waiting: Iterable[str]) -> None:
-        """Lifts the counter of a tenant that had nothing in the queue."""
-        self._served[tenant] = self.after_idle(tenant, waiting)
+        """Lifts the counter of a tenant that had nothing in the queue, less its credit."""
+        waiting = [*waiting]
+        self._served[tenant], self._floor = self.after_idle(tenant, waiting), self._floor_with(waiting)
+
+    def _floor_with(self, waiting: Iterable[str]) -> float:
+        return max(self._floor, min(map(self.of, waiting), default=self.of(self._last)))
 
     def leave(self, tenant: str) -> None:
-        """Names the tenant to whose counter others are lifted while nobody waits: the last one that was in the queue,
+        """Names the tenant whose counter is the floor while nobody waits: the last one that was in the queue,
         or, where all leave at the end of a step, the last one that was served in it."""
         self._last = tenant
 

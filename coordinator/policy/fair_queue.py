@@ -10,9 +10,10 @@ The counters (baton.core.virtual_counters) are those of Sheng et al., "Fairness 
 2024): service is `INPUT_WEIGHT` for each prompt token that is computed and `OUTPUT_WEIGHT` for each token generated. No
 tenant is held back while nobody else waits: the order is work-conserving.
 
-For two tenants that wait during a whole interval, the difference of the service that they receive in it is at most
-2 max(INPUT_WEIGHT L, OUTPUT_WEIGHT M), for prompts of at most L tokens and M tokens that fit on the decode workers
-(theorem 4.4). A tenant with `weight` w counts 1/w of its service, and receives w times as much.
+For two tenants that wait during a whole interval, the difference of the service that they receive in it is at most 2
+max(INPUT_WEIGHT L, OUTPUT_WEIGHT M), for prompts of at most L tokens and M tokens that fit on the decode workers
+(theorem 4.4), and the credit of a tenant that was idle more (`virtual_counters`). A tenant with `weight` w counts 1/w
+of its service, and receives w times as much.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class FairQueue:
 
     def _next(self, level: _Level, passed: Mapping[Lane, int], behind: Collection[str]) -> Choice | None:
         """Returns the next choice of a level, after so many in each lane that were passed over."""
-        best: tuple[tuple[float, int], QueuePosition, Choice] | None = None
+        best: tuple[tuple[float, bool, int], QueuePosition, Choice] | None = None
         for lane, entries in level.lanes.items():
             over = passed.get(lane, 0)
             if over < len(entries) and lane[1] not in self._held:

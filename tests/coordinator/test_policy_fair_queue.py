@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton.core import virtual_counters
 from baton.core.errors import BatonError, QuotaExceeded, Unavailable
 from coordinator.policy.choice import Choice
 from coordinator.policy.fair_queue import INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
@@ -66,10 +68,18 @@ class Machine:
         self.served[choice.client.key] += cost / choice.client.weight
 
 
-def spread(light: list[tuple[int, int]], heavy: list[tuple[int, int]], *, fair: bool, weight: int = 1) -> float:
+def spread(
+    light: list[tuple[int, int]], heavy: list[tuple[int, int]], *, fair: bool, weight: int = 1, earlier: int = 0
+) -> float:
     """Returns the largest difference of the service that both tenants receive in any interval in which both wait. The
-    heavy one sends `heavy` four times before each request of the other. Unless `fair`, all are one tenant."""
+    heavy one sends `heavy` four times before each request of the other, and received `earlier` tokens while that one
+    was idle. Unless `fair`, all are one tenant."""
     m, number = Machine(), 0
+    while m.served["heavy"] < earlier:
+        m.submit(make_choice(f"earlier{number}", 10, 10, age=number, client=Client("heavy", "heavy")))
+        m.step()
+        number += 1
+    m.served.clear()
     for request in light:
         for tenant, requests in (("heavy", heavy * 4), ("light", [request])):
             for prompt, output in requests:
@@ -114,15 +124,62 @@ def order(queue: FairQueue, count: int) -> list[str]:
     return names
 
 
-def test_a_tenant_that_was_idle_has_no_credit() -> None:
+@pytest.fixture
+def credit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Sets how much credit an idle tenant has, and how much of it it shares turns with."""
+
+    def set_to(idle: int, shared: int) -> None:
+        monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", idle)
+        monkeypatch.setattr(virtual_counters, "SHARED_CREDIT", shared)
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("idle", "shared", "following"),
+    [
+        (0, 0, "b10 a4 b11 a5 c20 b12 a6 c21"),  # first, but not twice
+        (12, 0, "b10 b11 b12 a4 c20 c21 b13 a5"),
+        (12, 8, "b10 a4 b11 b12 c20 b13 c21 a5"),  # once first, then by turns
+    ],
+)
+def test_a_tenant_that_was_idle_has_limited_credit(
+    credit: Callable[[int, int], None], idle: int, shared: int, following: str
+) -> None:
+    credit(idle, shared)
     queue = FairQueue()
     for number in range(9):
         queue.add(of("a", number))
     assert order(queue, 4) == ["a0", "a1", "a2", "a3"], "nobody else waits"
     for number in range(10, 14):
         queue.add(of("b", number))
-    assert order(queue, 4) == ["b10", "a4", "b11", "a5"], "first, but not four times"
+    assert order(queue, 4) == following.split()[:4]
+    for number in range(20, 22):
+        queue.add(of("c", number))
+    assert order(queue, 4) == following.split()[4:]
     queue.check([*queue])
+
+
+def test_a_tenant_without_pause_has_no_credit() -> None:
+    """However much less than others it receives because it sends less."""
+    queue = FairQueue()
+    for number in range(40):
+        queue.add(of("a", number))
+    queue.add(of("b", 0))
+    for number in range(1, 10):
+        queue.add(of("b", number))
+        assert order(queue, 2) == [f"{name}{number - 1}" for name in ("a", "b")]
+
+
+@settings(max_examples=30)
+@given(st.lists(lengths, min_size=2, max_size=12), st.lists(lengths, min_size=1, max_size=2), st.integers(0, 2000))
+def test_two_tenants_of_which_one_was_idle_differ_by_its_credit_more(
+    light: list[tuple[int, int]], heavy: list[tuple[int, int]], idle: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(virtual_counters, "IDLE_CREDIT", idle)
+        patch.setattr(virtual_counters, "SHARED_CREDIT", 3 * idle // 4)
+        assert spread(light * 20, heavy * 4, fair=True, earlier=idle) <= BOUND + idle
 
 
 def test_counters_outlive_an_empty_queue() -> None:
@@ -342,16 +399,17 @@ def ahead(queue: FairQueue, choice: Choice) -> float:
     return queue.ahead(choice.request.tenant, choice.request.priority, choice.client.weight)
 
 
-def test_what_goes_before_a_choice_follows_from_the_counters() -> None:
+def test_what_goes_before_a_choice_follows_from_the_counters(credit: Callable[[int, int], None]) -> None:
+    credit(3, 0)
     queue = FairQueue()
     for number in range(3):
         queue.add(of("a", number, prompt=10))
     assert ahead(queue, of("a", 9)) == 30 and ahead(queue, of("b", 0)) == 0
     assert order(queue, 1) == ["a0"]
     queue.add(of("b", 0, prompt=4))
-    assert ahead(queue, of("b", 1)) == 4 + 4, "b0, and a until its counter is 14"
+    assert ahead(queue, of("b", 1)) == 4 + 1, "b0, which begins at 7, and a until its counter is 11"
     queue.add(of("c", 0, prompt=50))
-    assert ahead(queue, of("a", 9)) == 20 + 4 + 20
+    assert ahead(queue, of("a", 9)) == 20 + 4 + 23
     later = of("b", 2)
     later.request = replace(later.request, priority=3)
     assert ahead(queue, later) == 20 + 4 + 50

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core import virtual_counters
 from coordinator.policy.choice import Choice
 from coordinator.policy.pool import BACKLOG_STEPS, LONG_STEPS
 from coordinator.policy.quotas import Client
@@ -80,7 +81,8 @@ def test_one_tenant_alone_has_two_steps_or_one_long_prompt() -> None:
     assert d.names() == ["a4"]
 
 
-def test_others_go_past_a_prompt_without_room_until_they_have_received_as_much() -> None:
+def test_others_go_past_a_prompt_without_room_until_they_have_received_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", 0)
     d = placing()
     assert submit(d, of("a1", LONG)) == ["a1"]
     assert submit(d, of("a2", 40)) == []

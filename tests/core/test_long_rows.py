@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from baton.core import virtual_counters
 from baton.core.long_rows import TokenBudget, Turns
 from baton.core.sequence import Sequence, State
 from tests.support.builders import make_request
@@ -70,7 +73,10 @@ def test_the_last_row_of_a_step_is_not_cut_if_it_fits_into_a_step_and_the_spare_
     assert taken(6, 9, spare=0) == [6, 4]
 
 
-def test_a_tenant_that_returns_has_no_credit() -> None:
+@pytest.mark.parametrize(("credit", "order"), [(0, "b2 a1 b3 b4"), (16, "b2 b3 a1 b4")])
+def test_a_tenant_that_returns_has_limited_credit(monkeypatch: pytest.MonkeyPatch, credit: int, order: str) -> None:
+    monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", credit)
+    monkeypatch.setattr(virtual_counters, "SHARED_CREDIT", 0)
     turns = Turns()
     here = [sequence("a1", 20, 1)]
     turns.computes(here[0], 16)
@@ -78,4 +84,4 @@ def test_a_tenant_that_returns_has_no_credit() -> None:
         arrived = sequence(f"b{number}", 8, number)
         turns.arrives(arrived, here)
         here.append(arrived)
-    assert names(turns, *here) == "b2 a1 b3 b4"
+    assert names(turns, *here) == order

@@ -309,7 +309,10 @@ FAULTS = (
     Fault(REQUESTS, "Fail(choice.late()), now)", "Placed(), now) if False else []", T_REQUESTS),
     # Placement.
     Fault(
-        "baton/core/virtual_counters.py", "return max(self.of(tenant), floor)", "return self.of(tenant)", T_FAIR_QUEUE
+        "baton/core/virtual_counters.py",
+        "return max(self.of(tenant), self._floor_with(waiting) - IDLE_CREDIT)",
+        "return self.of(tenant)",
+        T_FAIR_QUEUE,
     ),
     Fault(DISPATCH, "        if many or long:\n", "        if False:\n", T_FAIR_QUEUE),
     Fault(

@@ -6,6 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
+from baton.core import virtual_counters
 from sim.scale.members import ClusterShape
 from sim.scale.replay import Replay
 from sim.scale.workload import Lengths, poisson
@@ -49,6 +52,20 @@ def test_others_notice_little_of_a_tenant_at_ten_times_its_load() -> None:
     assert both[True] > 20 * alone, "more arrives than the cluster can do"
     as_one = ttft_p99_s([replace(row, tenant="") for row in others + heavy])[True]
     assert as_one > 20 * alone, "first come, first served, all wait for the heavy tenant"
+
+
+def test_others_whose_requests_follow_each_other_closely_notice_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what the cluster can do comes from the others, each of which sends less than its share."""
+    others = [
+        replace(row, tenant=f"t{number}")
+        for number in range(OTHERS)
+        for row in poisson(1.0, 4 * SECONDS, PROMPTS, OUTPUTS, number + 1)
+    ]
+    heavy = [replace(row, tenant=HEAVY) for row in poisson(10.0, 4 * SECONDS, PROMPTS, OUTPUTS, 99)]
+    alone = ttft_p99_s(others)[False]
+    assert ttft_p99_s(others + heavy)[False] <= 1.3 * alone
+    monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", 0)
+    assert ttft_p99_s(others + heavy)[False] > 1.8 * alone, "the heavy tenant has a turn between them"
 
 
 def test_others_notice_little_where_several_prompts_fit_into_a_step() -> None:
