@@ -25,7 +25,7 @@ from statistics import median
 
 from baton.runtime.model_source import builtin_directory
 from benchmarks import kit
-from coordinator.policy.split import Split
+from coordinator.policy.split import STREAM_WEIGHT, Split
 from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, LoadPlan
 from launch.bench.stats import RunStatistics, statistics
@@ -91,9 +91,12 @@ def figures(on_decode: float, outcome: Outcome | RunStatistics) -> Figures:
     return (on_decode, *times, outcome.goodput_per_s, outcome.met_share)
 
 
-def simulated(rows: Rows, way: tuple[str, int, int, Split], slo: Slo, calibration: Calibration) -> Figures:
+def simulated(
+    rows: Rows, way: tuple[str, int, int, Split], slo: Slo, calibration: Calibration, stream_weight: float
+) -> Figures:
     _, prefill, decode, split = way
-    outcome = Replay(ClusterShape(calibration, prefill, calibration, decode, split=split), rows).run(slo)
+    shape = ClusterShape(calibration, prefill, calibration, decode, split=split, stream_weight=stream_weight)
+    outcome = Replay(shape, rows).run(slo)
     return figures(outcome.on_decode / max(outcome.requests, 1), outcome)
 
 
@@ -132,6 +135,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--duration-s", type=float, default=40.0)
+    parser.add_argument("--stream-weight", type=float, default=STREAM_WEIGHT, help="of `auto`")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests")
     parser.add_argument("--load", type=float, default=1.0, help="multiplies the rates")
     parser.add_argument("--slo", default="ttft=1,tpot=0.05", help="limits in seconds")
     parser.add_argument("--mix", action="append", choices=[*MIXES], help="default all")
@@ -140,7 +145,7 @@ def main() -> None:
     slo = parse_slo(given.slo)
     calibration = simulated_costs(given.calibration)
     loads = [
-        (mix, rate * given.load, MIXES[mix][0](rate * given.load, given.duration_s, 1))
+        (mix, rate * given.load, MIXES[mix][0](rate * given.load, given.duration_s, given.seed))
         for mix in given.mix or MIXES
         for rate in MIXES[mix][1]
     ]
@@ -151,7 +156,8 @@ def main() -> None:
         for number in range(given.rounds):
             for way in kit.by_turns(number, ways(given.prefill, given.decode)):
                 name, prefill, decode, split = way
-                flags = ("--model", str(model), "--draft", "none", "--device", "cpu", "--split", split)
+                weight = ("--stream-weight", str(given.stream_weight))
+                flags = ("--model", str(model), "--draft", "none", "--device", "cpu", "--split", split, *weight)
                 workers = ("--prefill", str(prefill), "--decode", str(decode))
                 cluster = kit.cluster(*flags, *workers) if given.cluster else contextlib.nullcontext()
                 with cluster as running:
@@ -159,7 +165,7 @@ def main() -> None:
                         if running is not None:
                             run = measured(running.url, rows, slo, number)
                         else:
-                            run = simulated(rows, way, slo, calibration)
+                            run = simulated(rows, way, slo, calibration, given.stream_weight)
                         runs[mix, rate, name].append(run)
                         print(mix, f"{rate:g}", name, *cells(run), file=sys.stderr, flush=True)
     headings = ("mix", "requests/s", "`--split`", "on decode", "TTFT p50", "p99", "TPOT p50", "p99", "goodput/s", "met")

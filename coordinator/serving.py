@@ -94,6 +94,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         cast(Split, config.split),
     )
     cluster.requests.dispatcher.several_tenants = keys.has_several_tenants()
+    cluster.requests.dispatcher.stream_weight = config.stream_weight
     add_adapters(cluster, config.lora, own_model.config)
     cluster.requests.dispatcher.traffic = traffic_of(config.traffic)
     loop_watch = LoopWatch()

@@ -229,6 +229,13 @@ class CoordinatorOptions:
         "where it costs least by what workers measure, and by decode workers if there is no prefill worker",
         choices=("always", "auto", "never"),
     )
+    stream_weight: float = option(
+        10.0,
+        "with --split auto, what a second that a stream waits for a prompt counts, in seconds that a request waits for "
+        "its first token; 1: faster first tokens, slower streams",
+        low=0,
+        high=1e6,
+    )
     max_deaths: int = option(5, "workers lost while they computed a request, after which it ends with an error", low=1)
     drain_timeout_s: float = option(30.0, "time limit for running requests to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "maximum size of a request body", low=0.001)

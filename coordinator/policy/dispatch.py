@@ -36,7 +36,7 @@ from coordinator.policy.overtaking import Closed
 from coordinator.policy.pick import pick_by_turn, pick_decode, pick_prefill, tokens_to_compute
 from coordinator.policy.pool import ANY_ROOM, BACKLOG_STEPS, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
-from coordinator.policy.split import Decision, PromptAt, Split, decide
+from coordinator.policy.split import STREAM_WEIGHT, Decision, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerClass, WorkerTable, continues
 
@@ -70,7 +70,7 @@ class Dispatcher:
         self.running: Counter[str] = Counter()  # the same by tenant
         self._blocked: dict[WorkerClass, Closed] = {}  # as of the last `place`
         self.expectation = OutputExpectation()
-        self.split = split
+        self.split, self.stream_weight = split, float(STREAM_WEIGHT)
 
     def __repr__(self) -> str:
         ready = sum(w.ready for w in self._workers.present())
@@ -579,7 +579,7 @@ class Dispatcher:
         last_chunk = min(apart.tokens, at_prefill.step_tokens)
         hand_over_s = each.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
         ready = sum(w.ready for w in each.prefill.workers)
-        return decide(apart, alone, hand_over_s, self._queue.size - 1, ready, decode.running)
+        return decide(apart, alone, hand_over_s, self._queue.size - 1, ready, decode.running, self.stream_weight)
 
     def _prompt_at(self, worker: Worker, choice: Choice, cost: PromptCost) -> PromptAt:
         tokens = tokens_to_compute(worker, choice)

@@ -6,11 +6,11 @@ itself waits until its second token can be computed, and what others wait becaus
     apart      backlog and prompt at the prefill worker's rate, then the part of the hand-over that the computation does
                not hide; each request in the queue waits for the prompt's share of the prefill workers
     on decode  backlog and prompt at the decode worker's rate, and one step of its streams per chunk; each stream there
-               waits for the prompt
+               waits for the prompt, which counts `stream_weight` times
 
 A prompt goes where the sum is lower. So an idle decode worker, a cached prefix or a short prompt saves the hand-over,
-and a full decode worker does not compute what an idle prefill worker can. How long one step of the streams may become
-is no matter of this choice: the decode worker limits the prompt tokens of each step (`--step-budget-ms`).
+and a decode worker with streams does not compute what a prefill worker can soon. How long one step of the streams may
+become is no matter of this choice: the decode worker limits the prompt tokens of each step (`--step-budget-ms`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from baton.core.events import PromptCost
 
 Split = Literal["always", "auto", "never"]
 """`always` apart, `never` apart, or `auto`: each request by its price."""
+STREAM_WEIGHT = 10
+"""What a second that a stream waits counts, in seconds that a request waits for its first token, unless configured.
+With less the streams of `auto` are slower than those of `always` (benchmarks/results/split.md)."""
 _DECAY = 0.95
 _FEWEST = 4.0
 
@@ -49,8 +52,8 @@ class PromptAt:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`apart_s` and `on_decode_s` are the two prices, of which `apart_others_s` and `decode_others_s` are for others;
-    `hand_over_s` is part of the first. All are 0 if there was no choice."""
+    """`apart_s` and `on_decode_s` are the two prices, of which `apart_others_s` and `decode_others_s` are for others,
+    streams by their weight; `hand_over_s` is part of the first. All are 0 if there was no choice."""
 
     on_decode: bool
     reason: str
@@ -68,19 +71,25 @@ class Decision:
 
 
 def decide(
-    apart: PromptAt, on_decode: PromptAt, hand_over_s: float, queued: int, prefill_workers: int, streams: int
+    apart: PromptAt,
+    on_decode: PromptAt,
+    hand_over_s: float,
+    queued: int,
+    prefill_workers: int,
+    streams: int,
+    stream_weight: float = STREAM_WEIGHT,
 ) -> Decision:
     """Returns where a prompt is computed. `queued` requests wait in the queue for `prefill_workers`, and `streams` are
     generated at the decode worker."""
     apart_others_s = queued * apart.own_s / max(prefill_workers, 1)
-    decode_others_s = streams * on_decode.own_s
+    decode_others_s = stream_weight * streams * on_decode.own_s
     apart_s = apart.compute_s + hand_over_s + apart_others_s
     on_decode_s = on_decode.compute_s + decode_others_s
     there = on_decode_s < apart_s
     reason = (
         f"{'on decode' if there else 'apart'}: {on_decode.worker} {_seconds(on_decode_s)}"
         f" ({on_decode.tokens} tokens after {on_decode.backlog} at {_rate(on_decode.cost)},"
-        f" {streams} streams wait {_seconds(decode_others_s)}); {apart.worker} {_seconds(apart_s)}"
+        f" {streams} streams wait, which counts {_seconds(decode_others_s)}); {apart.worker} {_seconds(apart_s)}"
         f" ({apart.tokens} tokens after {apart.backlog} at {_rate(apart.cost)}, hand-over {_seconds(hand_over_s)},"
         f" {queued} queued wait {_seconds(apart_others_s)})"
     )

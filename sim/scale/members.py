@@ -12,7 +12,7 @@ from baton.core.errors import InvariantError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.prefix_cache import KeptBlocks
 from coordinator.policy.pool import Worker
-from coordinator.policy.split import Split
+from coordinator.policy.split import STREAM_WEIGHT, Split
 from coordinator.policy.workers import WorkerTable
 from sim.loop import Loop
 from sim.scale.costs import Calibration
@@ -39,6 +39,7 @@ class ClusterShape:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     split: Split = "always"
+    stream_weight: float = STREAM_WEIGHT
 
 
 class Flipped(NamedTuple):

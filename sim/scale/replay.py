@@ -72,6 +72,7 @@ class Replay:
         self.members = Members(*(shape, self.loop, self, self.measured, host), prefix_cache=self._prefixes, fast=fast)
         self.table, self._prefill, self._decode = self.members.table, self.members.prefill, self.members.decode
         self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens, shape.split)
+        self.dispatcher.stream_weight = shape.stream_weight
         self._jobs: dict[str, _Job] = {}  # by request id: each has one choice
         self._parked: list[_Job] = []
         self._links: dict[tuple[str, str], float] = {}  # that may be busy, until when

@@ -47,14 +47,21 @@ def test_time_of_a_prompt_is_its_tokens_its_backlog_and_a_step_of_the_streams_pe
 def test_prompt_goes_where_all_wait_less(
     apart: PromptAt, on_decode: PromptAt, hand_over_s: float, queued: int, streams: int, expected: bool
 ) -> None:
-    decision = decide(apart, on_decode, hand_over_s, queued, 2, streams)
+    decision = decide(apart, on_decode, hand_over_s, queued, 2, streams, stream_weight=1)
     assert decision.on_decode == expected == (decision.on_decode_s < decision.apart_s)
 
 
+def test_a_stream_that_waits_counts_more_than_a_prompt() -> None:
+    assert decide(at(500, 200), at(500, cost=FAST), 0.0, 0, 2, 0).on_decode
+    assert [decide(at(500, 200), at(50), 0.0, 0, 2, 1, stream_weight=w).on_decode for w in (10, 12, 14)] == [1, 1, 0]
+    priced = decide(at(500, 200), at(50), 0.0, 0, 2, 1)
+    assert (priced.on_decode_s, priced.decode_others_s) == pytest.approx((0.55, 0.5)) and priced.on_decode
+
+
 def test_reason_has_the_numbers() -> None:
-    decision = decide(at(400, 100), at(20, 3, SLOW), 0.012, 4, 2, 5)
+    decision = decide(at(400, 100), at(20, 3, SLOW), 0.012, 4, 2, 5, stream_weight=1)
     assert decision.reason == (
-        "on decode: d0 256.0 ms (20 tokens after 3 at 500 tokens/s, 5 streams wait 200.0 ms);"
+        "on decode: d0 256.0 ms (20 tokens after 3 at 500 tokens/s, 5 streams wait, which counts 200.0 ms);"
         " p0 1312.0 ms (400 tokens after 100 at 1000 tokens/s, hand-over 12.0 ms, 4 queued wait 800.0 ms)"
     )
 
