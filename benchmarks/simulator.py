@@ -31,7 +31,7 @@ from benchmarks.quota import filled, use_pools
 from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, Session, completion
 from launch.bench.stats import RequestRecord, RunStatistics, statistics
-from launch.capacity.calibrate import calibrate
+from launch.capacity.calibrate import REPEATS, calibrate
 from launch.capacity.loads import LoadClient, cpu_seconds
 from launch.cluster_api import get_cluster
 from launch.cores import place
@@ -147,7 +147,7 @@ class Round:
     others: dict[str, float]
 
 
-def one_round(todo: Sequence[Case], number: int, beside: Sequence[int], options: Sequence[str]) -> Round:
+def one_round(todo: Sequence[Case], number: int, repeats: int, beside: Sequence[int], options: Sequence[str]) -> Round:
     """`beside`: processes of the benchmark that are no part of the cluster; `options`: more of `baton up`."""
     done = Round({}, {}, {})
     for workers in sorted({case.workers for case in todo}):
@@ -162,7 +162,9 @@ def one_round(todo: Sequence[Case], number: int, beside: Sequence[int], options:
 
             use_pools(cluster)
             with pinned(int(get_cluster(running.url).document["coordinator"]["pid"])):
-                done.calibrations[workers] = calibrate(cluster, "cpu", shared_host=True, progress=_print)
+                done.calibrations[workers] = calibrate(
+                    cluster, "cpu", shared_host=True, progress=_print, repeats=repeats
+                )
                 for case in (case for case in todo if case.workers == workers):
                     began, host_s, own_s = time.perf_counter(), host_cpu_s(), own_cpu_s()
                     done.numbers[case.name] = real(case, target, number)
@@ -190,6 +192,7 @@ def main() -> None:
     parser = kit.parser(__doc__, "simulator.md")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=30.0, help="duration of each load")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of each load of a calibration")
     parser.add_argument("--calibration", type=Path, help="file for the last calibration and its errors")
     parser.add_argument("--filled", action="store_true", help="keep all cores busy with memory, at the lowest priority")
     parser.add_argument("--about", default="", help="remark about this run")
@@ -198,7 +201,7 @@ def main() -> None:
     options = parser.parse_args()
     todo = cases(options.seconds, options.pace)
     with filled() if options.filled else nullcontext([]) as beside:
-        rounds = [one_round(todo, number, beside, options.flags) for number in range(options.rounds)]
+        rounds = [one_round(todo, number, options.repeats, beside, options.flags) for number in range(options.rounds)]
     rows, spent, errors = [], [], dict[str, list[float]]()
     for case in todo:
         measured = [done.numbers[case.name] for done in rounds]
