@@ -268,8 +268,8 @@ class Signals:
     For the main thread only.
 
     SIGHUP stays ignored if it was (nohup); SIGINT does not, since a shell ignores it for commands started with `&`.
-    Signals within REPEAT_S of one that counted do not count: `timeout`, for example, signals its command and then the
-    group of processes that it is in.
+    The same signal within REPEAT_S of one that counted does not count: `timeout`, for example, signals its command and
+    then the group of processes that it is in.
     """
 
     def __init__(self) -> None:
@@ -303,5 +303,6 @@ class Signals:
                 pass
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if number in _STOPPING and time.monotonic() - self._counted_at >= REPEAT_S:
+        repeated = number == self.last and time.monotonic() - self._counted_at < REPEAT_S
+        if number in _STOPPING and not repeated:
             self.stops, self.last, self._counted_at = self.stops + 1, number, time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 from baton.runtime.process import children, descendants
 from launch.agent import Job
-from launch.supervisor import REPEAT_S
 from launch.torchrun import NOTICE_S, torchrun_command
 from tests.support.launchers import Launcher
 from tests.support.processes import wait_until_exited
@@ -89,7 +87,6 @@ def test_second_signal_kills_the_ranks(torchrun: Any) -> None:
     ranks = up(made, 1)
     made.process.send_signal(signal.SIGTERM)
     made.until(lambda: "asked" in made.output)
-    time.sleep(2 * REPEAT_S)
     made.process.send_signal(signal.SIGINT)
     assert made.ends() == 128 + signal.SIGINT, made.output
     wait_until_exited(ranks)
