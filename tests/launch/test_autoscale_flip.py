@@ -91,6 +91,6 @@ def test_a_flip_that_is_refused_does_not_end_the_command(
 
     monkeypatch.setattr("launch.drain.drain", refuse)
     monkeypatch.setattr("launch.autoscale.observe.Autoscaler", Looks)
-    assert command._flip(None, "http://127.0.0.1:9", 0.0) == 0  # type: ignore[arg-type]
+    assert command._flip(None, "http://127.0.0.1:9", 0.0, "", "", "") == 0  # type: ignore[arg-type]
     assert asked == ["d1", "d1"]
     assert "d1 did not become a prefill worker: no reply from a coordinator" in capsys.readouterr().out
