@@ -25,7 +25,8 @@ def test_requests_without_options_are_served_within_the_pools(context: int, tmp_
         (served,) = http.get("/v1/models").json()["data"]
         assert served["max_model_len"] == 177
         assert "11 KV blocks of 16 tokens, at most 177 tokens a sequence" in running.output.read_text()
-        answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})
+        messages = [{"role": "user", "content": "hello"}]
+        answer = http.post("/v1/chat/completions", json={"messages": messages, "ignore_eos": True})
         assert answer.status_code == 200, answer.text
         assert (
             answer.json()["usage"]["total_tokens"] == 177 and answer.json()["choices"][0]["finish_reason"] == "length"
