@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 IDLE_CREDIT, SHARED_CREDIT = 16_384, 12_288
-"""In tokens of prompts. A tenant with more than SHARED_CREDIT goes before those with less; with up to so much it takes
-turns with those that have none, or else tenants that use all of their share would wait for each other
-(benchmarks/results/tenants.md)."""
+"""In tokens of prompts, for a weight of 1. A tenant with more than SHARED_CREDIT goes before those with less; with up
+to so much it takes turns with those that have none, or else tenants that use all of their share would wait for each
+other (measured in decision 0033)."""
 
 
 class VirtualCounters:

@@ -10,8 +10,9 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import ContextLengthExceeded
 from baton.core.events import KVCacheEvents, Load, PromptCost, SequenceEnded, StageStamps, StepEvents
 from baton.core.request import SamplingParams, SequenceId, TokenLogprob
+from baton.runtime.config import CoordinatorOptions
 from coordinator.policy.choice import Rescheduled, Stage, StartPrefill
-from coordinator.policy.split import HandOverCost, PromptAt, decide
+from coordinator.policy.split import STREAM_WEIGHT, HandOverCost, PromptAt, decide
 from coordinator.policy.timeline import timeline
 from coordinator.policy.workers import WorkerTable
 from tests.coordinator.test_policy_requests import Drive
@@ -54,6 +55,7 @@ def test_prompt_goes_where_all_wait_less(
 def test_a_stream_that_waits_counts_more_than_a_prompt() -> None:
     assert decide(at(500, 200), at(500, cost=FAST), 0.0, 0, 2, 0).on_decode
     assert [decide(at(500, 200), at(50), 0.0, 0, 2, 1, stream_weight=w).on_decode for w in (10, 12, 14)] == [1, 1, 0]
+    assert CoordinatorOptions().stream_weight == STREAM_WEIGHT, "as the simulator has it"
     priced = decide(at(500, 200), at(50), 0.0, 0, 2, 1)
     assert (priced.on_decode_s, priced.decode_others_s) == pytest.approx((0.55, 0.5)) and priced.on_decode
 
