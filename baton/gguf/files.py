@@ -134,7 +134,16 @@ def _open(file: Path) -> Any:
     from gguf import GGUFReader
 
     class Bounded(GGUFReader):  # type: ignore[misc]
-        """The package reads beyond the end as empty arrays, so a damaged count of 2**50 would fill the memory."""
+        """The package reads beyond the end as empty arrays, so a damaged count of 2**50 would fill the memory. And it
+        takes each of a tokenizer's strings out of a `memmap`, where a slice costs ten times one of a plain array."""
+
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = np.asarray(mapped)
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
