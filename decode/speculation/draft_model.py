@@ -34,6 +34,8 @@ log = logging.getLogger("baton.worker")
 MEASURING_S = 1.5
 """Time limit of each measurement at startup; larger steps are extrapolated."""
 
+_PLAIN_S = 0.5  # the same for the target's own steps: of a slow model, steps of 32 and 128 tokens give the line
+
 _CONTEXT = 256
 _ROW = 8
 _SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow model does not get through all of them
@@ -88,7 +90,7 @@ def prepare(config: WorkerConfig, runner: Runner, kept: KeptBlocks | None) -> Dr
     planning_s = measure_planning(runner, limit_s) if drafts else 0.0
     switching_s = measure_switching(draft, runner, limit_s) if draft is not None else 0.0
     model = StepModel(
-        measure_steps(runner, config.step_tokens, limit_s),
+        measure_steps(runner, config.step_tokens, min(limit_s, _PLAIN_S)),
         costs,
         later,
         first,
