@@ -278,7 +278,7 @@ def _link(
     link = LinkCosts(
         coefficients["latency_s"],
         1.0 / coefficients["byte_s"] if coefficients["byte_s"] > _LEAST_BYTE_S else 1 / _LEAST_BYTE_S,
-        work["send_s"] - offer_s,
+        max(work["send_s"] - offer_s, 0.0),  # rounding may have made it negative
         work["send_token_s"],
         work["receive_s"] - accept_s,
         work["receive_token_s"],

@@ -137,6 +137,18 @@ def test_a_prefill_worker_does_at_the_offer_what_does_not_fit_between_two_tokens
     assert fitted.receive_s == pytest.approx(0.0, abs=1e-5) and fitted.send_s == pytest.approx(0.0, abs=1e-4)
 
 
+def test_rounding_makes_no_cost_negative() -> None:
+    """All that workers do for a hand-over is done at the offer: what is left for later is nothing, and not less."""
+    for ten_us in range(100, 140):
+        early = replace(LINK, offer_s=ten_us * 3e-6, send_s=0.0, receive_s=0.0, latency_s=-5e-4, bytes_per_s=1e15)
+        late = replace(LINK, send_s=ten_us * 1e-5, receive_s=ten_us * 2e-5)
+        given = [sample(load, replace(TRUE, link=late), shared_host=True) for load in loads(LIMITS)]
+        times = [sample(load, replace(TRUE, link=early), shared_host=True).records for load in loads(LIMITS)]
+        given = [replace(s, records=records) for s, records in zip(given, times, strict=True)]
+        link = costs(given, LIMITS.step_tokens, shared_host=True).link
+        assert link.send_s >= 0.0 and link.receive_s >= 0.0, (ten_us, link)
+
+
 def test_a_replayed_stream_beside_coordinator_and_client_is_as_fast_as_the_measured_one() -> None:
     """On one core: what they compute for a token is in the measured times, and in their own costs."""
     front = replace(FRONT, message_cpu_s=2e-3, client_message_cpu_s=1e-3)
