@@ -171,6 +171,7 @@ def one_round(todo: Sequence[Case], number: int, repeats: int, beside: Sequence[
                     own_s = own_cpu_s() - own_s
                     available_s = (time.perf_counter() - began) * cores
                     done.others[case.name] = max(0.0, host_cpu_s() - host_s - own_s) / available_s
+                    _print(f"{case.name}: {done.numbers[case.name]}")
     return done
 
 
