@@ -73,7 +73,7 @@ USING_KV = 48  # requests after which workers have used it once: a virtual machi
 WAYS = {
     NOT_BORROWING: [],
     "Borrowing": ["--borrow-cores", "others"],
-    "Together": ["--borrow-cores", "others", "--split", "auto", "--stream-weight", "1", "--step-budget-ms", "20"],
+    "Together": ["--borrow-cores", "others", "--split", "auto", "--stream-weight", "0.02", "--step-budget-ms", "20"],
     "Two decode workers": TWO,
     "Two decode workers, drafts": [*TWO, "--draft", "ngram"],
 }

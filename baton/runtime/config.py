@@ -230,9 +230,9 @@ class CoordinatorOptions:
         choices=("always", "auto", "never"),
     )
     stream_weight: float = option(
-        10.0,
-        "with --split auto, what a second that a stream waits for a prompt counts, in seconds that a request waits for "
-        "its first token; 1: faster first tokens, slower streams",
+        1.0,
+        "with --split auto, what a second that a stream waits for a prompt counts for each per cent of the stream's "
+        "time, in seconds that a request waits for its first token; less: faster first tokens, slower streams",
         low=0,
         high=1e6,
     )

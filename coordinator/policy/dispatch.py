@@ -578,8 +578,9 @@ class Dispatcher:
         apart, alone = self._prompt_at(prefill, choice, at_prefill), self._prompt_at(decode, choice, at_decode)
         last_chunk = min(apart.tokens, at_prefill.step_tokens)
         hand_over_s = each.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
-        ready = sum(w.ready for w in each.prefill.workers)
-        return decide(apart, alone, hand_over_s, self._queue.size - 1, ready, decode.running, self.stream_weight)
+        ready, queued = sum(w.ready for w in each.prefill.workers), self._queue.size - 1
+        stream_s = self.expectation.mean_tokens * at_decode.step_s
+        return decide(apart, alone, hand_over_s, queued, ready, decode.running, stream_s, self.stream_weight)
 
     def _prompt_at(self, worker: Worker, choice: Choice, cost: PromptCost) -> PromptAt:
         tokens = tokens_to_compute(worker, choice)

@@ -6,7 +6,7 @@ itself waits until its second token can be computed, and what others wait becaus
     apart      backlog and prompt at the prefill worker's rate, then the part of the hand-over that the computation does
                not hide; each request in the queue waits for the prompt's share of the prefill workers
     on decode  backlog and prompt at the decode worker's rate, and one step of its streams per chunk; each stream there
-               waits for the prompt, which counts `stream_weight` times
+               waits for the prompt, which counts `stream_weight` times for each per cent of its time that it waits
 
 A prompt goes where the sum is lower. So an idle decode worker, a cached prefix or a short prompt saves the hand-over,
 and a decode worker with streams does not compute what a prefill worker can soon. How long one step of the streams may
@@ -22,9 +22,9 @@ from baton.core.events import PromptCost
 
 Split = Literal["always", "auto", "never"]
 """`always` apart, `never` apart, or `auto`: each request by its price."""
-STREAM_WEIGHT = 10
-"""What a second that a stream waits counts, in seconds that a request waits for its first token, unless configured.
-With less the streams of `auto` are slower than those of `always` (benchmarks/results/split.md)."""
+STREAM_WEIGHT = 1
+"""What a second that a stream waits counts for each per cent of the stream's time, in seconds that a request waits for
+its first token, unless configured. With less, streams of `auto` are slower than those of `always` (decision 0034)."""
 _DECAY = 0.95
 _FEWEST = 4.0
 
@@ -77,12 +77,15 @@ def decide(
     queued: int,
     prefill_workers: int,
     streams: int,
+    stream_s: float,
     stream_weight: float = STREAM_WEIGHT,
 ) -> Decision:
     """Returns where a prompt is computed. `queued` requests wait in the queue for `prefill_workers`, and `streams` are
-    generated at the decode worker."""
+    generated at the decode worker, which last `stream_s` each, from the first token to the last, if they do not wait."""
     apart_others_s = queued * apart.own_s / max(prefill_workers, 1)
-    decode_others_s = stream_weight * streams * on_decode.own_s
+    waits_s = on_decode.own_s
+    percent = 100 * waits_s / (waits_s + stream_s) if waits_s else 0.0
+    decode_others_s = stream_weight * percent * streams * waits_s
     apart_s = apart.compute_s + hand_over_s + apart_others_s
     on_decode_s = on_decode.compute_s + decode_others_s
     there = on_decode_s < apart_s

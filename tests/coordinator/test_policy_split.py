@@ -48,22 +48,27 @@ def test_time_of_a_prompt_is_its_tokens_its_backlog_and_a_step_of_the_streams_pe
 def test_prompt_goes_where_all_wait_less(
     apart: PromptAt, on_decode: PromptAt, hand_over_s: float, queued: int, streams: int, expected: bool
 ) -> None:
-    decision = decide(apart, on_decode, hand_over_s, queued, 2, streams, stream_weight=1)
+    decision = decide(apart, on_decode, hand_over_s, queued, 2, streams, 1.0, stream_weight=0.02)
     assert decision.on_decode == expected == (decision.on_decode_s < decision.apart_s)
 
 
-def test_a_stream_that_waits_counts_more_than_a_prompt() -> None:
-    assert decide(at(500, 200), at(500, cost=FAST), 0.0, 0, 2, 0).on_decode
-    assert [decide(at(500, 200), at(50), 0.0, 0, 2, 1, stream_weight=w).on_decode for w in (10, 12, 14)] == [1, 1, 0]
+def test_a_stream_that_waits_counts_by_the_share_of_its_time() -> None:
+    """The prompt takes 50 ms on decode, and 0.7 s apart."""
+    assert decide(at(500, 200), at(500, cost=FAST), 0.0, 0, 2, 0, 1.0).on_decode, "no stream waits"
+    priced = decide(at(500, 200), at(50), 0.0, 0, 2, streams=2, stream_s=0.95)
+    assert priced.decode_others_s == pytest.approx(2 * 0.05 * 5), "5 per cent of the time of two streams"
+    lasting = [decide(at(500, 200), at(50), 0.0, 0, 2, 2, stream_s=s).on_decode for s in (0.5, 1.0, 2.0)]
+    assert lasting == [False, True, True], "the shorter a stream, the more it loses"
+    weights = [decide(at(500, 200), at(50), 0.0, 0, 2, 2, 0.95, stream_weight=w).on_decode for w in (0, 1, 2)]
+    assert weights == [True, True, False]
+    assert decide(at(20), at(0), 0.0, 0, 2, 2, stream_s=0.0).on_decode, "all of it is cached"
     assert CoordinatorOptions().stream_weight == STREAM_WEIGHT, "as the simulator has it"
-    priced = decide(at(500, 200), at(50), 0.0, 0, 2, 1)
-    assert (priced.on_decode_s, priced.decode_others_s) == pytest.approx((0.55, 0.5)) and priced.on_decode
 
 
 def test_reason_has_the_numbers() -> None:
-    decision = decide(at(400, 100), at(20, 3, SLOW), 0.012, 4, 2, 5, stream_weight=1)
+    decision = decide(at(400, 100), at(20, 3, SLOW), 0.012, 4, 2, 5, 0.36)
     assert decision.reason == (
-        "on decode: d0 256.0 ms (20 tokens after 3 at 500 tokens/s, 5 streams wait, which counts 200.0 ms);"
+        "apart: d0 2056.0 ms (20 tokens after 3 at 500 tokens/s, 5 streams wait, which counts 2000.0 ms);"
         " p0 1312.0 ms (400 tokens after 100 at 1000 tokens/s, hand-over 12.0 ms, 4 queued wait 800.0 ms)"
     )
 
@@ -193,7 +198,7 @@ def test_prompts_wait_for_prefill_if_that_is_cheaper_and_go_on_when_either_pool_
     for index in range(3):
         p.submit(make_choice(f"r{index}", 8, 20))
     assert p.names() == ["r0", "r1"] and p.dispatcher.role_without_room == "prefill"
-    p.worker("d0").load = Load(blocks_total=64, blocks_free=64, prompt_cost=PromptCost(0.0001, 16))
+    p.worker("d0").load = Load(blocks_total=64, blocks_free=64, prompt_cost=PromptCost(0.0001, 16, 0.01))
     p.worker("d0").count(backlog=1)
     p.worker("d0").count(backlog=-1)
     assert p.place() == [Placement("r2", "d0")]
