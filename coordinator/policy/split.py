@@ -81,7 +81,7 @@ def decide(
     stream_weight: float = STREAM_WEIGHT,
 ) -> Decision:
     """Returns where a prompt is computed. `queued` requests wait in the queue for `prefill_workers`, and `streams` are
-    generated at the decode worker, which last `stream_s` each, from the first token to the last, if they do not wait."""
+    generated at the decode worker, each for `stream_s` from its first token to its last if it does not wait."""
     apart_others_s = queued * apart.own_s / max(prefill_workers, 1)
     waits_s = on_decode.own_s
     percent = 100 * waits_s / (waits_s + stream_s) if waits_s else 0.0

@@ -43,7 +43,11 @@ async def test_readiness_and_liveness_are_reported_separately(port: int) -> None
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_open_calls_do_not_block_a_probe(port: int) -> None:
+async def test_silent_calls_block_no_probe_and_end_with_their_connection(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [(name, value // 20 if "connection_age" in name else value) for name, value in health._OPTIONS]
+    monkeypatch.setattr(health, "_OPTIONS", options)
     async with (
         health.serving_health("127.0.0.1", port, lambda: True),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -51,12 +55,14 @@ async def test_open_calls_do_not_block_a_probe(port: int) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         assert await stub.Watch(health_pb2.HealthCheckRequest(), timeout=10).code() is grpc.StatusCode.UNIMPLEMENTED
         silent = channel.stream_unary("/grpc.health.v1.Health/Check")  # calls that never send their message
-        calls = [silent(timeout=30) for _ in range(100)]
+        calls = [silent(timeout=60) for _ in range(100)]
         await asyncio.sleep(0.2)
         apart = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=apart) as other:
             probe = health_pb2_grpc.HealthStub(other)
             assert (await probe.Check(health_pb2.HealthCheckRequest(), timeout=5)).status == SERVING
+        first = await asyncio.wait_for(calls[0].code(), 30)
+        assert first is grpc.StatusCode.UNAVAILABLE, "the server has ended it, and holds it no longer"
         for call in calls:
             call.cancel()
 
