@@ -1,7 +1,7 @@
 """Where prompts are computed, on four mixes of requests: always at prefill, never, and per request by cost.
 
     python -m benchmarks.split [--calibration cpu.json] [--prefill 2 --decode 2] [--out split.md]
-    python -m benchmarks.split --cluster [--rounds 2] [--load 0.5] [--quota 0.4]
+    python -m benchmarks.split --cluster [--rounds 2] [--load 0.5]
 
 In the simulator (sim/scale), with the costs of `tests/support/scale.py` unless a calibration is given. The same
 requests are replayed under each `--split` on the same workers, and without a prefill pool on as many workers in all.
@@ -25,12 +25,10 @@ from statistics import median
 
 from baton.runtime.model_source import builtin_directory
 from benchmarks import kit
-from benchmarks.quota import quotas
 from coordinator.policy.split import STREAM_WEIGHT, Split
 from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, LoadPlan
 from launch.bench.stats import RunStatistics, statistics
-from launch.cluster_api import get_cluster
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.members import ClusterShape
 from sim.scale.replay import Replay
@@ -133,7 +131,6 @@ def main() -> None:
     parser = kit.parser(__doc__, "split.md")
     parser.add_argument("--calibration", type=Path, help="costs from `baton calibrate`, for the simulator")
     parser.add_argument("--cluster", action="store_true", help="on real workers")
-    parser.add_argument("--quota", type=float, default=0.0, help="of a core, for each worker of --cluster; as root")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
@@ -163,10 +160,7 @@ def main() -> None:
                 flags = ("--model", str(model), "--draft", "none", "--device", "cpu", "--split", split, *weight)
                 workers = ("--prefill", str(prefill), "--decode", str(decode))
                 cluster = kit.cluster(*flags, *workers) if given.cluster else contextlib.nullcontext()
-                with contextlib.ExitStack() as stack:
-                    running = stack.enter_context(cluster)
-                    if running is not None and given.quota:
-                        stack.enter_context(quotas(get_cluster(running.url).workers, given.quota))
+                with cluster as running:
                     for mix, rate, rows in loads:
                         if running is not None:
                             run = measured(running.url, rows, slo, number)
