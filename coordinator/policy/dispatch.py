@@ -70,7 +70,7 @@ class Dispatcher:
         self.running: Counter[str] = Counter()  # the same by tenant
         self._blocked: dict[WorkerClass, Closed] = {}  # as of the last `place`
         self.expectation = OutputExpectation()
-        self.split, self.stream_weight = split, float(STREAM_WEIGHT)
+        self.split, self.stream_weight = split, STREAM_WEIGHT
 
     def __repr__(self) -> str:
         ready = sum(w.ready for w in self._workers.present())

@@ -22,7 +22,7 @@ from baton.core.events import PromptCost
 
 Split = Literal["always", "auto", "never"]
 """`always` apart, `never` apart, or `auto`: each request by its price."""
-STREAM_WEIGHT = 1
+STREAM_WEIGHT = 1.0
 """What a second that a stream waits counts for each per cent of the stream's time, in seconds that a request waits for
 its first token, unless configured. With less, streams of `auto` are slower than those of `always` (decision 0034)."""
 _DECAY = 0.95
