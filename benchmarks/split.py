@@ -1,12 +1,14 @@
 """Where prompts are computed, on four mixes of requests: always at prefill, never, and per request by cost.
 
     python -m benchmarks.split [--calibration cpu.json] [--prefill 2 --decode 2] [--out split.md]
-    python -m benchmarks.split --cluster [--rounds 2] [--load 0.5]
+    python -m benchmarks.split --cluster [--rounds 2] [--load 0.5] [--quota 0.4]
 
 In the simulator (sim/scale), with the costs of `tests/support/scale.py` unless a calibration is given. The same
 requests are replayed under each `--split` on the same workers, and without a prefill pool on as many workers in all.
 With `--cluster`, on `baton up` on this machine's CPU: the weights of the built-in model, whose context is extended to
-the longest prompts, without a draft, one worker of each role unless given. The clusters of all ways run by turns.
+the longest prompts, without a draft, one worker of each role unless given. The clusters of all ways run by turns. With
+`--quota` each worker has that share of a core (quota.py), as root: otherwise `never` computes on both cores of a small
+machine what the others compute on one of them.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from statistics import median
 
 from baton.runtime.model_source import builtin_directory
 from benchmarks import kit
+from benchmarks.quota import filled, quotas
 from coordinator.policy.split import STREAM_WEIGHT, Split
 from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, LoadPlan
 from launch.bench.stats import RunStatistics, statistics
+from launch.cluster_api import get_cluster
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.members import ClusterShape
 from sim.scale.replay import Replay
@@ -41,6 +45,8 @@ from tests.support.scale import CALIBRATION
 TURNS, FIRST_BLOCKS = 6, 6
 """Of an agent: requests, and blocks of TRACE_BLOCK tokens in the first prompt; each later prompt has one more."""
 CONTEXT = 16384
+LEAD_IN_S = 10.0
+"""Of the first load, sent to a cluster before any is measured."""
 Rows = tuple[TraceRow, ...]
 Figures = tuple[float, ...]
 """Share of prompts computed by decode workers; TTFT p50, p99, TPOT p50, p99; requests per second within the limits, and
@@ -80,10 +86,10 @@ MIXES: dict[str, tuple[Callable[[float, float, int], Rows], tuple[float, ...]]] 
 """Requests by rate, duration and seed; and the rates per second of two prefill and two decode workers."""
 
 
-def ways(prefill: int, decode: int) -> list[tuple[str, int, int, Split]]:
-    """The name of each way to serve, its workers and its `--split`."""
+def ways(prefill: int, decode: int, pairs: bool) -> list[tuple[str, int, int, Split]]:
+    """The name of each way to serve, its workers and its `--split`; with `pairs` only those with a prefill pool."""
     same: list[tuple[str, int, int, Split]] = [(way, prefill, decode, way) for way in ("always", "never", "auto")]
-    return [*same, ("`--prefill 0`", 0, prefill + decode, "never")]
+    return same if pairs else [*same, ("`--prefill 0`", 0, prefill + decode, "never")]
 
 
 def figures(on_decode: float, outcome: Outcome | RunStatistics) -> Figures:
@@ -121,6 +127,17 @@ def measured(url: str, rows: Rows, slo: Slo, seed: int) -> Figures:
     return figures(on_decode, statistics(records, slo))
 
 
+@contextlib.contextmanager
+def workers_with(quota: float, flags: tuple[str, ...]) -> Iterator[kit.Cluster]:
+    """Runs a cluster whose workers have `quota` of a core each; 0: all of the cores."""
+    if not quota:
+        with kit.cluster(*flags) as running:
+            yield running
+        return
+    with filled(), kit.cluster(*flags, "--threads", "1") as running, quotas(get_cluster(running.url).workers, quota):
+        yield running
+
+
 def cells(run: Figures) -> list[str]:
     on_decode, ttft, ttft_p99, tpot, tpot_p99, goodput, share = run
     times = f"{ttft * 1e3:.0f} ms", f"{ttft_p99 * 1e3:.0f} ms", f"{tpot * 1e3:.1f} ms", f"{tpot_p99 * 1e3:.1f} ms"
@@ -131,6 +148,9 @@ def main() -> None:
     parser = kit.parser(__doc__, "split.md")
     parser.add_argument("--calibration", type=Path, help="costs from `baton calibrate`, for the simulator")
     parser.add_argument("--cluster", action="store_true", help="on real workers")
+    parser.add_argument(
+        "--quota", type=float, default=0.0, help="of a core, for each worker of a cluster; default none"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
@@ -140,6 +160,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=1.0, help="multiplies the rates")
     parser.add_argument("--slo", default="ttft=1,tpot=0.05", help="limits in seconds")
     parser.add_argument("--mix", action="append", choices=[*MIXES], help="default all")
+    parser.add_argument("--pairs", action="store_true", help="no run without a prefill pool")
     parser.add_argument("--about", default="", help="remark about this run")
     given = parser.parse_args()
     slo = parse_slo(given.slo)
@@ -149,18 +170,22 @@ def main() -> None:
         for mix in given.mix or MIXES
         for rate in MIXES[mix][1]
     ]
+    served = ways(given.prefill, given.decode, given.pairs)
+    lead_in = tuple(row for row in loads[0][2] if row.at_s < LEAD_IN_S)
     runs: dict[tuple[str, float, str], list[Figures]] = {
-        (mix, rate, way): [] for mix, rate, _ in loads for way, *_ in ways(given.prefill, given.decode)
+        (mix, rate, way): [] for mix, rate, _ in loads for way, *_ in served
     }
     with long_context() as model:
         for number in range(given.rounds):
-            for way in kit.by_turns(number, ways(given.prefill, given.decode)):
+            for way in kit.by_turns(number, served):
                 name, prefill, decode, split = way
                 weight = ("--stream-weight", str(given.stream_weight))
                 flags = ("--model", str(model), "--draft", "none", "--device", "cpu", "--split", split, *weight)
                 workers = ("--prefill", str(prefill), "--decode", str(decode))
-                cluster = kit.cluster(*flags, *workers) if given.cluster else contextlib.nullcontext()
-                with cluster as running:
+                alone = contextlib.nullcontext()
+                with workers_with(given.quota, (*flags, *workers)) if given.cluster else alone as running:
+                    if running is not None:  # costs that workers measured at their start were without the quota
+                        measured(running.url, lead_in, slo, number)
                     for mix, rate, rows in loads:
                         if running is not None:
                             run = measured(running.url, rows, slo, number)
