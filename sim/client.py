@@ -1,6 +1,6 @@
 """Simulated clients, and what they check: that they receive exactly the tokens of an undisturbed model.
 
-Stands for coordinator/pipeline.py and choice.py: the path of one request from its admission to its last delta. Text is
+Stands for coordinator/pipeline.py and reader.py: the path of one request from its admission to its last delta. Text is
 not modelled; a stop string is a client that ends a choice after so many tokens.
 """
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -81,7 +80,7 @@ def run_seed(seed: int, mode: Mode, *, window: int = 0, trace: Trace | None = No
     sends = make_requests(draw, mode, crowded)
     for request, at_s, behaviour in sends:
         cluster.send(request, at_s, behaviour)
-    plan = make_faults(draw, cluster, mode)
+    plan = make_faults(draw, cluster)
     if random.Random(seed).random() < 0.3:
         plan.kinds["flip"] = 2.0
     injector = Injector(cluster, plan)
@@ -96,10 +95,6 @@ def run_seed(seed: int, mode: Mode, *, window: int = 0, trace: Trace | None = No
     if trace is not None:
         result.digest, result.lines = trace.digest, trace.lines or []
     return result
-
-
-def run_seeds(seeds: Iterable[int], modes: Iterable[Mode] = MODES) -> list[Result]:
-    return [run_seed(seed, mode) for seed in seeds for mode in modes]
 
 
 def _run(cluster: Cluster, injector: Injector, mode: Mode, faults_s: float) -> None:
@@ -283,7 +278,7 @@ def make_requests(draw: random.Random, mode: Mode, crowded: bool) -> list[tuple[
     return sends
 
 
-def make_faults(draw: random.Random, cluster: Cluster, mode: Mode) -> FaultPlan:
+def make_faults(draw: random.Random, cluster: Cluster) -> FaultPlan:
     """Enables a random subset of all faults."""
     kinds = {kind: draw.choice((1.0, 3.0)) for kind in KINDS if draw.random() < 0.4}
     if "kill coordinator" in kinds and draw.random() < 0.7:
