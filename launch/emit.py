@@ -1,4 +1,4 @@
-"""The plan of a topology as scripts: one for each node, or one for Slurm. Pure: the text is returned.
+"""The plan of a topology as scripts: one for each node, or one for Slurm. Writes nothing: the text is returned.
 
 They start the same commands as `baton up`, but with torchrun in place of the agent (unless LAUNCHER=agent), and do not
 supervise: a member that dies is reported, not restarted. A SIGTERM goes to the batches process, which sends no further

@@ -1,4 +1,4 @@
-"""The requests to send: prompts, lengths and due times, the same for the same seed. Pure."""
+"""The requests to send: prompts, lengths and due times, the same for the same seed. No I/O."""
 
 from __future__ import annotations
 
