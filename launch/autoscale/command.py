@@ -72,7 +72,7 @@ from sim.stats import Slo
 @click.option(
     "--flip",
     is_flag=True,
-    help="Keep the number of workers: change the role of one at a time to the split that the sizes ask for.",
+    help="Keep the number of workers: change the role of one at a time where the other role keeps too many busy.",
 )
 @control_options
 @click.option("--dry-run", is_flag=True, help="Decide for a simulated cluster with --trace or --rate; act on nothing.")
