@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baton.core.errors import StartupError
+from coordinator.policy.pick import PREFIX_SLACK
 from coordinator.policy.split import Split
 from sim.scale.costs import Calibration
 from sim.scale.members import ClusterShape
@@ -30,13 +31,15 @@ from sim.trace import TraceRow
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
 HEADROOM = (2.0, 5.0)
+ONE_POOL = (
+    f"the longest cached prefix, unless more than {PREFIX_SLACK} more sequences run there than on the emptiest worker"
+)
+"""Without a prefill pool."""
 ROUTING = (
     "prefill: the worker that has the fewest tokens to compute, its backlog and what it has cached of the prompt"
-    " counted; decode: the longest cached prefix, unless more than 4 more sequences run there than on the emptiest one"
+    f" counted; decode: {ONE_POOL}"
 )
-"""The production dispatcher's policy (coordinator/policy/dispatch.py): it has no other."""
-ONE_POOL = "the longest cached prefix, unless more than 4 more sequences run there than on the emptiest worker"
-"""Without a prefill pool."""
+"""The production dispatcher's policy (coordinator/policy/pick.py): it has no other."""
 
 
 @dataclass(frozen=True, slots=True)
