@@ -85,8 +85,7 @@ def hash_model(cluster: Cluster, role: Role, layout: KVLayout, pool: PoolOptions
 
 
 class Cluster:
-    """Complete state: the loop, the network, the coordinator, the workers by name (the latest incarnation of each), the
-    clients and their requests by id."""
+    """Processes, the network between them, and clients, in one loop."""
 
     def __init__(
         self,
@@ -109,6 +108,7 @@ class Cluster:
         self.chunk_faults = chunk_faults or ChunkFaults()
         self.network = Network(loop, self.costs.message_s, network_faults)
         self.workers: dict[str, Worker] = {}
+        """The latest incarnation of each."""
         self.clients: list[Client] = []
         self.running = 0
         """Clients that have not ended, and those still to begin."""

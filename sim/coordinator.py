@@ -65,7 +65,7 @@ class CoordinatorOptions:
 
 
 class Coordinator(Process):
-    """Complete state: that of coordinator/cluster.py. `readers` are called when their choice has something to read."""
+    """What coordinator/cluster.py does. `readers` are called when their choice has something to read."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ STEP_TOKENS = 16
 
 
 class DecodeTier:
-    """Complete state: the scheduler, the hand-overs into it, its links, and the gauges reported last."""
+    """What decode/worker.py does."""
 
     role: Role = "decode"
 
@@ -179,7 +179,7 @@ class Edge:
 
 
 class Receiver:
-    """Complete state: the links, and how many chunks are being received over all of them (`taking`)."""
+    """The links into a decode worker; `taking` chunks are being received over all of them."""
 
     def __init__(self, tier: DecodeTier) -> None:
         self.tier = tier
@@ -203,14 +203,14 @@ class Receiver:
 
 
 class ReceivingLink:
-    """One link from one prefill worker. Complete state: its stream, its edges, and the chunk that each receives."""
+    """One link from one prefill worker."""
 
     def __init__(self, receiver: Receiver, end: End, peer: Peer) -> None:
         self.peer = peer
         self.edges: dict[EdgeKey, Edge] = {}
         self._receiver, self._tier, self._worker = receiver, receiver.tier, receiver.tier.worker
         self._end = end
-        self._taking: dict[EdgeKey, tuple[Chunk, Part, Edge, Timer]] = {}
+        self._taking: dict[EdgeKey, tuple[Chunk, Part, Edge, Timer]] = {}  # the chunk that each edge receives
         self._last_at = self._worker.now
         end.on_message, end.on_end = self._on, self._ended
         if self._worker.world.timeouts.watched:

@@ -112,8 +112,7 @@ def expected_prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ..
 
 
 class HashModel:
-    """Complete state: the KV of every slot (block x position in it) as one value per layer and head, and the tokens
-    sampled by the last step, which a step that was planned ahead of them continues. `request_of` returns the request of
+    """A model whose next token is a hash of its prefix, read through the paged KV. `request_of` returns the request of
     an id; `predecessors` has the hash before each hash that any model of the cluster computed, if layers have a window;
     the share `draft_accuracy` of draft tokens is right."""
 
@@ -130,12 +129,13 @@ class HashModel:
         self.layout = layout
         self._heads = layout.layers[0].num_kv_heads
         self._width = self._heads * len(layout.layers)
+        # The KV of every slot (block x position in it), one value per layer and head.
         self._slots: list[list[int]] = [[0] * self._width for _ in range(num_blocks * layout.block_size)]
         self._request_of, self._predecessors = request_of, predecessors
         self._window = layout.layers[0].window
         self._tensor_parallel = tensor_parallel
         self._draft_accuracy = draft_accuracy
-        self._sampled: tuple[tuple[int, ...], ...] = ()
+        self._sampled: tuple[tuple[int, ...], ...] = ()  # by the last step, for one that was planned ahead of them
 
     def step(self, plan: StepPlan) -> StepOutcome:
         draft_tokens = self._draft_tokens(plan)

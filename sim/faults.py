@@ -34,7 +34,7 @@ class FaultPlan:
 
 
 class Injector:
-    """Complete state: whether it still injects, and how often it injected each kind."""
+    """Injects faults, from its construction on until `stop`."""
 
     def __init__(self, cluster: Cluster, plan: FaultPlan) -> None:
         self.counts: Counter[str] = Counter()

@@ -17,7 +17,7 @@ Timer = list[Any]
 
 
 class Trace:
-    """Complete state: a running hash of all lines, how many there were, and with `keep` the lines themselves."""
+    """A hash of all lines, and with `keep` the lines themselves."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
@@ -37,7 +37,7 @@ class Trace:
 
 
 class Loop:
-    """Complete state: the time in seconds, the queue, the generator, and the trace, None where nothing is traced."""
+    """Executes timers in the order of their times, in seconds. Without a `trace` nothing is traced."""
 
     def __init__(self, seed: int, trace: Trace | None = None) -> None:
         self.now = 0.0

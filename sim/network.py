@@ -40,8 +40,7 @@ class Counters:
 
 
 class End:
-    """One end of a stream. `on_message` and `on_end` are called until it is closed. Complete state: whether it is
-    open; of what arrives here, when the last message arrives, how many were sent and how many of them may arrive."""
+    """One end of a stream. `on_message` and `on_end` are called until it is closed."""
 
     __slots__ = (
         "_arrived",
@@ -62,6 +61,7 @@ class End:
         self.open = True
         self.on_message: Callable[[Any], object] = _ignore
         self.on_end: Callable[[str], object] = _ignore
+        # Of what is sent to this end: when the last message arrives, and how many of them may arrive.
         self._last_at = 0.0
         self._sent = self._arrived = 0
         self._limit: int | None = None
@@ -146,14 +146,14 @@ def _ignore(*args: object) -> None:
 
 
 class Network:
-    """Complete state: which processes listen under which name, the directions that are partitioned, with what waits
-    there, and the counters."""
+    """Streams between processes that listen under their names."""
 
     def __init__(self, loop: Loop, message_s: Callable[[], float], faults: NetworkFaults | None = None) -> None:
         """`message_s` returns the seconds that one message takes."""
         self.loop, self.faults, self.counters = loop, faults or NetworkFaults(), Counters()
         self._message_s = message_s
         self._listeners: dict[str, Process] = {}
+        # The directions that are partitioned, with what waits there.
         self._waiting: dict[tuple[str, str], list[tuple[Callable[..., object], tuple[Any, ...]]]] = {}
 
     def listen(self, process: Process) -> None:

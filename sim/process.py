@@ -25,13 +25,13 @@ class Clock:
 
 
 class Process:
-    """Complete state besides its subclass's: whether it runs, is paused, and what is to happen when it continues; the
-    ends of its streams."""
+    """A process that can be paused and killed."""
 
     def __init__(self, loop: Loop, name: str, incarnation: int, clock: Clock) -> None:
         self.loop, self.name, self.incarnation, self.clock = loop, name, incarnation, clock
         self.alive, self.paused = True, False
-        self.ends: dict[End, None] = {}  # ordered, which a set is not
+        self.ends: dict[End, None] = {}  # of its streams; ordered, which a set is not
+        # What is to happen when it continues.
         self._postponed: list[tuple[bool, Callable[..., object], tuple[Any, ...]]] = []
 
     def __str__(self) -> str:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 
 class SendingLink:
-    """Complete state: the stream, the pending replies by what they are to, the edges, and who holds or waits for them
-    (prefill/link.py)."""
+    """A link at its prefill worker (prefill/link.py)."""
 
     def __init__(self, sender: Sender, target: Target) -> None:
         self.name = target.worker_id
@@ -49,7 +48,9 @@ class SendingLink:
         self._sender, self._worker = sender, sender.worker
         self._end: End | None = None
         self._opening: list[Callable[[SendingLink | BatonError], None]] = []
+        # For replies, by what they are to.
         self._waiting: dict[tuple[object, ...], tuple[Callable[[Any], None], Timer | None]] = {}
+        # Whether a hand-over has the edges, and those that wait for them.
         self._held = False
         self._queue: deque[tuple[Run, Callable[[], None]]] = deque()
         tier, worker = sender.tier, sender.worker

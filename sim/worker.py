@@ -133,7 +133,7 @@ class Tier(Protocol):
 
 
 class Worker(Process):
-    """Complete state: that of WorkerLoop, WorkerSession and StepThread; the tier's is the tier's."""
+    """What WorkerLoop, WorkerSession and StepThread do; a tier has the rest."""
 
     def __init__(self, world: World, name: str, incarnation: int, clock: Clock, *, plan_ahead: bool = False) -> None:
         super().__init__(world.loop, name, incarnation, clock)

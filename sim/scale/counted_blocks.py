@@ -17,8 +17,7 @@ _KINDS: dict[HolderKind, int] = {"receiving": 0, "sequence": 1, "send": 2}
 
 
 class CountedBlocks:
-    """Complete state: for each sequence how many blocks are being received into, and how many it and its send pin hold;
-    and the number of free blocks."""
+    """A pool of which only the numbers of blocks are known."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.num_free = num_blocks

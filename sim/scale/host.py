@@ -21,15 +21,14 @@ class _Task:
 
 
 class Host:
-    """Complete state: the tasks that are computed now with the seconds of work left in each, how many are on each core,
-    when that was last updated, and the timer of the next end."""
+    """Cores that threads share: tasks on one core divide its time."""
 
     def __init__(self, loop: Loop, cores: int) -> None:
         self._loop = loop
         self._tasks: list[_Task] = []
-        self._load = [0] * cores
-        self._at = 0.0
-        self._timer: Timer | None = None
+        self._load = [0] * cores  # tasks on each
+        self._at = 0.0  # when the work left in each task was last updated
+        self._timer: Timer | None = None  # of the next end
 
     def run(self, seconds: float, cores: tuple[int, ...], done: Callable[[], object]) -> None:
         """Computes for `seconds`, as they would be without other tasks, and calls `done`. Without `cores` the task is
@@ -71,8 +70,8 @@ class Host:
 
 
 class Thread:
-    """One thread of a process, such as an event loop: its jobs are done one after the other. Complete state: the jobs
-    that wait, and whether one is computed; `busy_s` is the work done."""
+    """One thread of a process, such as an event loop: its jobs are done one after the other. `busy_s` is the work
+    done."""
 
     def __init__(self, loop: Loop, host: Host | None, cores: tuple[int, ...] = ()) -> None:
         """Without a `host` the thread has a core of its own; without `cores` each job is on the least loaded one."""

@@ -52,8 +52,7 @@ class Flipped(NamedTuple):
 
 
 class Members:
-    """Complete state: the coordinator's worker table, the workers by role and name, how many have been added to each
-    role, when each was started, and the seconds of those that have left."""
+    """The workers that have joined, by name, and the coordinator's table of them."""
 
     def __init__(
         self,
@@ -73,8 +72,8 @@ class Members:
         self._shape, self._loop, self._owner, self._measured, self._host = shape, loop, owner, measured, host
         self._prefix_cache, self._fast = prefix_cache, fast
         self._added: Counter[Role] = Counter()
-        self._since: dict[str, float] = {}
-        self._left_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}
+        self._since: dict[str, float] = {}  # when each was started
+        self._left_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}  # of those that have left
 
     def present(self) -> list[PrefillWorker | DecodeWorker]:
         """Returns the workers that have joined and not left, prefill first."""

@@ -54,8 +54,7 @@ class _Job:
 
 
 class Replay:
-    """Complete state: the loop, the coordinator's dispatcher, the workers with its table of them, the requests that
-    have not ended, what is parked, until when links are busy, and what was measured."""
+    """One replay; `measured` has its results when it has run."""
 
     def __init__(self, shape: ClusterShape, rows: Sequence[TraceRow], *, clients: int = 0, fast: bool = True) -> None:
         """`rows` arrive at their times, or with `clients` in a closed loop: each client sends its next request when its

@@ -58,8 +58,7 @@ class Times:
 
 
 class Gaps:
-    """The distribution of times between two tokens of a request, in logarithmic buckets. Complete state: how many are
-    in each bucket, and the largest."""
+    """The distribution of times between two tokens of a request, in logarithmic buckets."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()

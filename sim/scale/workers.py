@@ -95,7 +95,7 @@ class Core:
 
 
 class Counts:
-    """Complete state: the steps of one worker, their seconds, and the tokens in them."""
+    """The steps of one worker, their seconds, and the tokens in them."""
 
     def __init__(self) -> None:
         self.steps, self.step_s, self.tokens = 0, 0.0, 0
@@ -105,8 +105,7 @@ class Counts:
 
 
 class PrefillWorker:
-    """Complete state: the scheduler, the sequences that have started, and whether a step is computed. `known` is what
-    the coordinator knows of it."""
+    """A prefill scheduler whose steps take their measured time. `known` is what the coordinator knows of it."""
 
     def __init__(
         self,
@@ -223,9 +222,8 @@ class Run:
 
 
 class DecodeWorker:
-    """Complete state: the scheduler, the sequences that have not run yet, and the outstanding step, or the run of steps
-    that are computed at once, with the blocks that were reserved since it began (at most `_spare`). `known` is what the
-    coordinator knows of it."""
+    """A decode scheduler whose steps take their measured time, alone or as a run of steps that are computed at once.
+    `known` is what the coordinator knows of it."""
 
     def __init__(
         self,
