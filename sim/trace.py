@@ -37,7 +37,8 @@ TRACES = {
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a recorded trace. `blocks` are the ids of its prefix blocks: equal ids mean equal tokens."""
+    """One request of a recorded trace. `blocks` are the ids of its prefix blocks, counted from 0: equal ids mean equal
+    tokens."""
 
     at_s: float
     input_len: int
@@ -69,7 +70,8 @@ def read_trace(path: Path, open_file: Callable[[Path], BinaryIO] = _open_file) -
         if (path.with_suffix("") if compressed else path).suffix == ".csv":
             rows = _numbered(csv.DictReader(lines), _azure)
         else:
-            rows = _numbered((json.loads(line) for line in lines if line.strip()), _mooncake)
+            ids: dict[int, int] = {}
+            rows = _numbered((json.loads(line) for line in lines if line.strip()), lambda row: _mooncake(row, ids))
         parsed = list(itertools.islice(rows, MOST_ROWS))
     if not parsed:
         raise ValueError("the trace has no rows")
@@ -103,10 +105,12 @@ def _numbered(lines: Iterable[Any], parse: Callable[[Any], TraceRow]) -> Iterato
         raise ValueError(f"row {number + 1} is not a trace row: {error!r}") from None
 
 
-def _mooncake(row: dict[str, Any]) -> TraceRow:
-    blocks: Sequence[int] = row.get("hash_ids", ())
+def _mooncake(row: dict[str, Any], ids: dict[int, int]) -> TraceRow:
+    """`ids` numbers the trace's own ids, which may be hashes of any size, from 0 on."""
+    hashes: Sequence[int] = row.get("hash_ids", ())
+    blocks = tuple(ids.setdefault(int(each), len(ids)) for each in hashes)
     at_s = float(row["timestamp"]) / 1e3
-    return _checked(TraceRow(at_s, int(row["input_length"]), int(row["output_length"]), tuple(map(int, blocks))))
+    return _checked(TraceRow(at_s, int(row["input_length"]), int(row["output_length"]), blocks))
 
 
 def _azure(row: dict[str, str]) -> TraceRow:

@@ -364,6 +364,22 @@ def test_a_simulation_in_which_nothing_is_served_is_an_error(
     assert not out.exists()
 
 
+def test_a_trace_whose_block_ids_are_hashes_is_replayed_as_one_that_counts_them(
+    calibration: str, tmp_path: Path
+) -> None:
+    outcomes = []
+    for ids in ((0, 1, 2), (2**64 - 1, -1, 10**30)):
+        rows = [{"timestamp": 900 * i, "input_length": 1100, "output_length": 9} for i in range(6)]
+        file, out = tmp_path / "t.jsonl", tmp_path / "o.json"
+        file.write_text(
+            "".join(json.dumps(r | {"hash_ids": [ids[0], ids[1 + i % 2]]}) + "\n" for i, r in enumerate(rows))
+        )
+        result = run(simulate_command, "--trace", str(file), "--calibration", calibration, "--json", str(out))
+        assert result.exception is None and result.return_value == 0, result
+        outcomes.append(json.loads(out.read_text()))
+    assert outcomes[0] == outcomes[1] and outcomes[0]["requests"] == 6
+
+
 def test_a_file_that_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "absent.txt").write_text("")
     for name in ("absent/plan.json", "absent.txt/plan.json"):
