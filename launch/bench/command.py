@@ -16,7 +16,7 @@ from baton.runtime.paths import open_written
 from launch.bench.load import WORKLOADS, LoadPlan
 from sim.scale.workload import parse_lengths
 from sim.stats import Slo, parse_slo
-from sim.trace import TRACES, read_trace, trace_path
+from sim.trace import MOST_ROWS, TRACES, TraceRow, read_trace, trace_path
 
 DEFAULT_REPEATS = 3
 
@@ -38,7 +38,20 @@ class _Parsed(click.ParamType[Any]):
 
 LENGTHS = _Parsed("N|LO-HI", parse_lengths, "a length, or a range such as 128-1024")
 SLO = _Parsed("ttft=S,tpot=S", parse_slo, "limits such as ttft=0.5,tpot=50ms")
+
 _FILE = click.Path(dir_okay=False, writable=True)
+
+
+def trace_rows(trace: str) -> tuple[TraceRow, ...]:
+    """Reads the trace of --trace; says so on stderr if only its beginning was read. Raises StartupError."""
+    try:
+        rows = read_trace(trace_path(trace), open_written)
+    except (OSError, ValueError) as error:
+        raise StartupError(f"--trace {trace}: {error}") from None
+    if len(rows) == MOST_ROWS:
+        seconds = rows[-1].at_s - rows[0].at_s
+        click.echo(f"--trace {trace}: only its first {MOST_ROWS} rows were read, {seconds:.0f} s", err=True)
+    return rows
 
 
 @click.command("bench")
@@ -110,10 +123,7 @@ def bench_command(
         raise StartupError("--sweep needs --slo, and cannot be combined with --against or --trace")
     if rate and trace:
         raise StartupError("--rate and --trace both set arrival times; give only one")
-    try:
-        rows = read_trace(trace_path(trace), open_written) if trace else ()
-    except (OSError, ValueError) as error:
-        raise StartupError(f"--trace {trace}: {error}") from None
+    rows = trace_rows(trace) if trace else ()
     seed = secrets.randbelow(1 << 31) if seed is None else seed  # the prompts of an earlier command may be cached
     load = LoadPlan(**work, seed=seed, rate=0.0 if sweep else rate or 0.0, trace=rows)
     default = len(rows) if rows else 8 * concurrency

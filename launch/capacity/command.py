@@ -16,13 +16,13 @@ import click
 
 from baton.core.errors import BatonError, StartupError
 from baton.runtime.options import NumberRange
-from baton.runtime.paths import open_written, read_text, write_text
+from baton.runtime.paths import read_text, write_text
 from coordinator.policy.split import Split
-from launch.bench.command import LENGTHS, SLO
+from launch.bench.command import LENGTHS, SLO, trace_rows
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.workload import Lengths, first_seconds, poisson, scaled
 from sim.stats import Slo
-from sim.trace import TRACES, TraceRow, read_trace, trace_path
+from sim.trace import TRACES, TraceRow
 
 MOST_REQUESTS = 5_000_000
 
@@ -93,10 +93,7 @@ def load_rows(
         if rate * scale * (duration_s or 600.0) > MOST_REQUESTS:
             raise StartupError(f"--rate, --scale and --duration-s make more than {MOST_REQUESTS} requests")
         return poisson(rate * scale, duration_s or 600.0, input_len, output_len, seed)
-    try:
-        rows = read_trace(trace_path(trace), open_written)
-    except (OSError, ValueError) as error:
-        raise StartupError(f"--trace {trace}: {error}") from None
+    rows = trace_rows(trace)
     if len(rows) * scale > MOST_REQUESTS:
         raise StartupError(f"--trace and --scale make more than {MOST_REQUESTS} requests")
     return scaled(first_seconds(rows, duration_s or float("inf")), scale, seed)

@@ -16,12 +16,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from baton.core.errors import InvalidRequest, StartupError
+from launch.bench import command as bench_command
 from launch.bench.client import ServerTarget
 from launch.bench.stats import RequestRecord
 from launch.capacity import loads as measured
 from launch.capacity.calibrate import LoadLimits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
 from launch.capacity.loads import ClosedLoop, LoadClient, RoleCounters, Sample, cpu_seconds
+from sim import trace
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
 from sim.scale.members import ClusterShape
@@ -378,6 +380,21 @@ def test_a_trace_whose_block_ids_are_hashes_is_replayed_as_one_that_counts_them(
         assert result.exception is None and result.return_value == 0, result
         outcomes.append(json.loads(out.read_text()))
     assert outcomes[0] == outcomes[1] and outcomes[0]["requests"] == 6
+
+
+def test_a_trace_of_which_only_the_beginning_was_read_is_named(
+    calibration: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(f'{{"timestamp": {1000 * i}, "input_length": 9, "output_length": 2}}\n' for i in range(9)))
+    monkeypatch.setattr(trace, "MOST_ROWS", 4)
+    monkeypatch.setattr(bench_command, "MOST_ROWS", 4)
+    result = run(simulate_command, "--trace", str(path), "--calibration", calibration)
+    assert result.return_value == 0, result
+    assert f"--trace {path}: only its first 4 rows were read, 3 s" in result.output
+    monkeypatch.setattr(trace, "MOST_ROWS", 10)
+    monkeypatch.setattr(bench_command, "MOST_ROWS", 10)
+    assert "only its first" not in run(simulate_command, "--trace", str(path), "--calibration", calibration).output
 
 
 def test_a_file_that_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
