@@ -32,7 +32,7 @@ from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.fair_queue import FairQueue
-from coordinator.policy.overtaking import Closed
+from coordinator.policy.overtaking import Closed, Lack
 from coordinator.policy.pick import pick_by_turn, pick_decode, pick_prefill, tokens_to_compute
 from coordinator.policy.pool import ANY_ROOM, BACKLOG_STEPS, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
@@ -140,8 +140,8 @@ class Dispatcher:
     @property
     def role_without_room(self) -> Role | None:
         """Which workers the first of the queue waits for, as of the last `place`."""
-        pools = (without for closed in self._blocked.values() for without in closed.without.values())
-        return next((without[-1].role for without in pools), None) if self._queue.size else None
+        lacks = (lack for closed in self._blocked.values() for lack in closed.lacks.values())
+        return next((lack.pools[-1].role for lack in lacks), None) if self._queue.size else None
 
     @property
     def cached_block_sizes(self) -> set[int]:
@@ -272,7 +272,10 @@ class Dispatcher:
         if not self._queue.size:  # called for each end and each hand-over
             self._blocked = closed
             return placed
-        self._blocked = {each: known for each, known in self._blocked.items() if not known.grown}
+        unchanged = (entry for entry in self._blocked.items() if entry[1].changes == entry[0].changes)
+        self._blocked = {each: known for each, known in unchanged if not known.grown}
+        if self._blocked and self._first_still_waits():
+            return placed
         complete = {
             each
             for each in self._workers.classes
@@ -300,6 +303,23 @@ class Dispatcher:
         self._blocked = closed
         return placed
 
+    def _first_still_waits(self) -> bool:
+        """Whether the first of the queue closed all classes to all others in the last `place`, and lacks the same."""
+        first = next(self._queue.in_turn(), None)
+        for each in self._workers.classes:
+            known = self._blocked.get(each)
+            if first is None or known is None or known.open or len(known.lacks) > 1 or not self._lack(first, known):
+                return False
+        return True
+
+    def _lack(self, choice: Choice, known: Closed) -> Lack | None:
+        """Returns what a choice lacked in a class as of the last `place`, if it needs no less now."""
+        lack = known.lacks.get(choice.queue_position)
+        return None if lack is None or self._expected_tokens(choice) < lack.tokens else lack
+
+    def _expected_tokens(self, choice: Choice) -> int:
+        return self.expectation.tokens(choice.request.num_prefill_tokens, choice.request.max_kv_tokens)
+
     def _place(self, choice: Choice, closed: dict[WorkerClass, Closed]) -> bool:
         """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed` to
         it; else closes those that could ever hold it."""
@@ -309,9 +329,9 @@ class Dispatcher:
             if each not in closed or closed[each].lets(choice, self._queue.counter(choice))
         ]
         for each in self._by_room(choice, candidates):
-            known = self._blocked.get(each)  # if neither its needs nor the room have changed since, it has none
-            without = None if known is None else known.without.get(self._needs(choice))
-            pick = without or self._pick(choice, each)
+            known = self._blocked.get(each)
+            lack = None if known is None else self._lack(choice, known)
+            pick = self._pick(choice, each) if lack is None else lack.pools
             if isinstance(pick, Pick):
                 choice.prefill, choice.decision = pick.prefill, pick.decision
                 choice.to_compute = tokens_to_compute(pick.prefill, choice)
@@ -319,11 +339,22 @@ class Dispatcher:
                 self._name_targets(choice, pick.targets, pick.prefill if pick.prefill.role == "decode" else None)
                 return True
             if self._too_small(choice, each) is None:
-                for pool in pick:
-                    pool.grown = False
+                if lack is None:
+                    lack = self._wait_for(choice, pick)
                 below = self._overtaken_below(choice, each, pick)
-                closed.setdefault(each, Closed()).add(choice, self._needs(choice), pick, below)
+                closed.setdefault(each, Closed(each.changes)).add(choice, lack, below)
         return False
+
+    def _wait_for(self, choice: Choice, pools: tuple[Pool, ...]) -> Lack:
+        """Makes pools without room for a choice report when a worker may have it."""
+        tokens = 0
+        for pool in pools:
+            if pool.role == "prefill":  # which accepts prompts in turns, too
+                pool.wait_for(ANY_ROOM)
+            else:
+                tokens = self._expected_tokens(choice)
+                pool.wait_for(min(self.expectation.blocks(choice.request, pool).values(), default=ANY_ROOM))
+        return Lack(pools, tokens)
 
     def _overtaken_below(self, choice: Choice, each: WorkerClass, without: tuple[Pool, ...]) -> float:
         """Returns the counter below which other tenants go past a choice for which these pools of a class have no room:
@@ -368,12 +399,6 @@ class Dispatcher:
             self._queue.hold(client.key)
         elif limit:
             self._queue.release(client.key)
-
-    def _needs(self, choice: Choice) -> object:
-        """Returns its submission and everything that decides about its placement except the room of workers."""
-        adapter = choice.request.adapter
-        capacity = tuple((each.key, pool.capacity(adapter)) for each in self._workers.classes for pool in each.pools)
-        return choice.queue_position, round(self.expectation.mean_tokens), capacity
 
     def reassign(self, choice: Choice) -> bool:
         """Names new decode workers for parked KV, in the class of its prefill worker; returns False if none has room

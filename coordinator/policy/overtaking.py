@@ -11,17 +11,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
-from coordinator.policy.choice import Choice
+from coordinator.policy.choice import Choice, QueuePosition
 from coordinator.policy.pool import Pool
+
+
+class Lack(NamedTuple):
+    """The pools that had no room for a choice, and how many tokens it was expected to have at a decode worker, if that
+    pool is one of them: with fewer it may fit."""
+
+    pools: tuple[Pool, ...]
+    tokens: int
 
 
 @dataclass(slots=True)
 class Closed:
     """One class, from its first choice without room in a `place` on."""
 
-    without: dict[object, tuple[Pool, ...]] = field(default_factory=dict)
-    """The pools that had no room, by what the choices needed."""
+    changes: int
+    """`WorkerClass.changes`."""
+    lacks: dict[QueuePosition | None, Lack] = field(default_factory=dict)
+    """What the choices lacked, by their place in the queue."""
     tenants: set[str] = field(default_factory=set)
     """Those of these choices."""
     priority: int = 0
@@ -36,11 +47,11 @@ class Closed:
     @property
     def grown(self) -> bool:
         """Whether one of the pools may have room by now."""
-        return any(pool.grown for pools in self.without.values() for pool in pools)
+        return any(pool.grown for lack in self.lacks.values() for pool in lack.pools)
 
-    def add(self, choice: Choice, needs: object, pools: tuple[Pool, ...], below: float) -> None:
-        """Records that `pools` have no room for a choice, and that others with a lower counter may go past it."""
-        self.without[needs] = pools
+    def add(self, choice: Choice, lack: Lack, below: float) -> None:
+        """Records what a choice of the queue lacks, and that others with a lower counter may go past it."""
+        self.lacks[choice.queue_position] = lack
         self.tenants.add(choice.request.tenant)
         self.priority, self.below = choice.request.priority, min(self.below, below)
 

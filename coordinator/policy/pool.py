@@ -286,7 +286,7 @@ class Worker:
             room = self._join.blocks_total - self.reserved_blocks - self.growth
         else:  # preempted sequences wait for blocks
             room = 0 if load.preempted else load.blocks_free - self.reserved_blocks - self.growth
-        if room > self.room:
+        if room > self.room and room >= self.pool.awaited:
             self.pool.grown = True
         self.room = room
 
@@ -368,7 +368,9 @@ class Pool:
         self.role = role
         self.workers: list[Worker] = []  # sorted by name
         self.index = CachedIndex()
-        self.grown = True  # a worker gained room or blocks, joined, left or changed state since `place` had no room
+        self.grown = True  # a choice that had no room may have some now: a worker gained `awaited`, or cached blocks
+        self.awaited = ANY_ROOM  # the least room for which a choice has waited since then
+        self.changes = 0  # how often a worker joined, left or changed its state or adapters
         self.block_sizes: set[int] = set()
         # By block size, one with the longest steps, whose `blocks_for` are the most.
         self.most_blocks: dict[int, Worker] = {}
@@ -431,10 +433,16 @@ class Pool:
 
     def changed(self) -> None:
         """Drops the cached limits: a worker joined, left or changed state, or its adapters changed."""
-        self.grown, self._capacity, self._least_tokens = True, {}, None
+        self.changes += 1
+        self._capacity, self._least_tokens = {}, None
         # Not lazily: a restarted worker has the same limits, and requests are admitted meanwhile.
         if lengths := [w.max_model_len for w in self.workers if w.state != "draining"]:
             self.lengths = min(lengths), max(lengths)
+
+    def wait_for(self, room: int) -> None:
+        """Records that a choice waits until a worker has that much room."""
+        self.awaited = room if self.grown else min(room, self.awaited)
+        self.grown = False
 
     def ranked(self, rank: int) -> Worker:
         """Returns the worker that has this rank."""

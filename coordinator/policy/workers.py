@@ -67,6 +67,11 @@ class WorkerClass:
         return [*self.prefill.workers, *self.decode.workers]
 
     @property
+    def changes(self) -> int:
+        """How often a worker joined, left or changed its state or adapters."""
+        return self.prefill.changes + self.decode.changes
+
+    @property
     def facts(self) -> Compatibility | None:
         """The facts that its workers share, if there are any."""
         return next((worker.join.facts for worker in self.workers), None)

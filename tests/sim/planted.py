@@ -110,7 +110,7 @@ BUGS = (
         "blocked head of the queue is never looked at again",
         2,
         "coordinator/policy/pool.py",
-        "        if room > self.room:\n            self.pool.grown = True\n",
+        "        if room > self.room and room >= self.pool.awaited:\n            self.pool.grown = True\n",
         "",
     ),
     # Membership.
