@@ -33,7 +33,7 @@ from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.overtaking import Closed, Lack
-from coordinator.policy.pick import pick_by_turn, pick_decode, pick_prefill, tokens_to_compute
+from coordinator.policy.pick import WithTokens, pick_by_turn, pick_decode, pick_prefill
 from coordinator.policy.pool import ANY_ROOM, BACKLOG_STEPS, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
 from coordinator.policy.split import STREAM_WEIGHT, Decision, PromptAt, Split, decide
@@ -48,6 +48,7 @@ class Pick(NamedTuple):
     """The workers of a choice. `prefill` is the decode worker if that computes the prompt; then there is no target."""
 
     prefill: Worker
+    to_compute: int
     targets: tuple[Worker, ...]
     decision: Decision | None
 
@@ -334,7 +335,7 @@ class Dispatcher:
             pick = self._pick(choice, each) if lack is None else lack.pools
             if isinstance(pick, Pick):
                 choice.prefill, choice.decision = pick.prefill, pick.decision
-                choice.to_compute = tokens_to_compute(pick.prefill, choice)
+                choice.to_compute = pick.to_compute
                 choice.revision = pick.prefill.join.revision
                 self._name_targets(choice, pick.targets, pick.prefill if pick.prefill.role == "decode" else None)
                 return True
@@ -570,11 +571,11 @@ class Dispatcher:
         alone, prefill = self._pick_alone(choice, each.decode), pick_prefill(choice, each.prefill, ANY_ROOM)
         if self.split == "never" or prefill is None:
             decision = Decision(True, "on decode: " + ("--split never" if prefill else "no prefill worker is ready"))
-            return (each.decode,) if alone is None else Pick(alone, (), decision)
+            return (each.decode,) if alone is None else Pick(*alone, (), decision)
         if alone is None:
             decision = Decision(False, "apart: no decode worker has room for the prompt")
         elif (decision := self._decide(choice, each, prefill, alone)).on_decode:
-            return Pick(alone, (), decision)
+            return Pick(*alone, (), decision)
         pair = self._pick_pair(choice, each)
         return pair._replace(decision=decision) if isinstance(pair, Pick) else (each.decode, *pair)
 
@@ -584,11 +585,11 @@ class Dispatcher:
         if prefill is None:
             return (each.prefill,)
         if not choice.needs_decode:
-            return Pick(prefill, (), None)
+            return Pick(*prefill, (), None)
         decodes = self._pick_decode(choice, each.decode)
-        return Pick(prefill, decodes, None) if decodes else (each.decode,)
+        return Pick(*prefill, decodes, None) if decodes else (each.decode,)
 
-    def _pick_alone(self, choice: Choice, pool: Pool) -> Worker | None:
+    def _pick_alone(self, choice: Choice, pool: Pool) -> WithTokens | None:
         """Returns the decode worker with room for prompt and output that would compute the prompt first."""
         return pick_by_turn(choice, pool, choice.request.max_kv_tokens, self.expectation.blocks(choice.request, pool))
 
@@ -596,17 +597,18 @@ class Dispatcher:
         """Returns the decode workers that may take the KV of a choice, the preferred one first."""
         return pick_decode(choice, pool, self.expectation.blocks(choice.request, pool))
 
-    def _decide(self, choice: Choice, each: WorkerClass, prefill: Worker, decode: Worker) -> Decision:
-        at_decode, at_prefill = decode.prompt_cost, prefill.prompt_cost or decode.prompt_cost
+    def _decide(self, choice: Choice, each: WorkerClass, prefill: WithTokens, alone: WithTokens) -> Decision:
+        decode = alone[0]
+        at_decode, at_prefill = decode.prompt_cost, prefill[0].prompt_cost or decode.prompt_cost
         if at_decode is None or at_prefill is None:
             return Decision(False, "apart: no cost is measured yet")
-        apart, alone = self._prompt_at(prefill, choice, at_prefill), self._prompt_at(decode, choice, at_decode)
-        last_chunk = min(apart.tokens, at_prefill.step_tokens)
+        tenant, last_chunk = choice.request.tenant, min(prefill[1], at_prefill.step_tokens)
         hand_over_s = each.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
         ready, queued = sum(w.ready for w in each.prefill.workers), self._queue.size - 1
         stream_s = self.expectation.mean_tokens * at_decode.step_s
-        return decide(apart, alone, hand_over_s, queued, ready, decode.running, stream_s, self.stream_weight)
+        prices = _prompt_at(*prefill, tenant, at_prefill), _prompt_at(*alone, tenant, at_decode)
+        return decide(*prices, hand_over_s, queued, ready, decode.running, stream_s, self.stream_weight)
 
-    def _prompt_at(self, worker: Worker, choice: Choice, cost: PromptCost) -> PromptAt:
-        tokens = tokens_to_compute(worker, choice)
-        return PromptAt(worker.worker_id, tokens, worker.before(choice.request.tenant, tokens), cost)
+
+def _prompt_at(worker: Worker, tokens: int, tenant: str, cost: PromptCost) -> PromptAt:
+    return PromptAt(worker.worker_id, tokens, worker.before(tenant, tokens), cost)

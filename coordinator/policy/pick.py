@@ -11,8 +11,10 @@ import itertools
 from collections.abc import Mapping
 
 from coordinator.policy.choice import Choice
-from coordinator.policy.pool import ANY_ROOM, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.pool import ALL, ANY_ROOM, RUNNING_SHIFT, Pool, Worker
 
+WithTokens = tuple[Worker, int]
+"""A worker, and how many tokens of a prompt it has to compute."""
 PREFIX_SLACK = 4
 _COMPARED = 8
 """Workers with room that are compared for a prompt."""
@@ -24,40 +26,38 @@ def tokens_to_compute(worker: Worker, choice: Choice) -> int:
     return max(1, choice.request.num_prefill_tokens - held)
 
 
-def pick_prefill(choice: Choice, pool: Pool, room: int | None = None) -> Worker | None:
+def pick_prefill(choice: Choice, pool: Pool, room: int | None = None) -> WithTokens | None:
     """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length,
     and one without room those of other tenants that have their turn soon. `room`: the least room, instead of that
     for the tokens to compute."""
     tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
-    best: tuple[int, int] | None = None
-    for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
+    best: tuple[int, int, int] | None = None
+    worker: Worker | None
+    for held, among in itertools.chain(pool.holders(choice.prefix), ((0, ALL),)):
         need = max(1, tokens - held)
         if best is not None and best[0] < need:
             break  # workers that hold less have more to compute, even without a backlog
         least = dict.fromkeys(pool.block_sizes, need if room is None else room)
-        if workers is None:  # all of them
-            rank = next(pool.by_rank(tokens, least, adapter), None)
-        else:
-            rank = min(pool.fitting(workers, tokens, least, adapter), default=None)
-        if rank is not None:
-            score = (rank >> ORDER_BITS) + need, rank
-            best = score if best is None else min(best, score)
-    if best is None and room is None:
-        return pick_by_turn(choice, pool, tokens, dict.fromkeys(pool.block_sizes, ANY_ROOM))
-    return None if best is None else pool.ranked(best[1])
+        if (worker := next(pool.by_rank(tokens, least, adapter, among), None)) is not None:
+            score = worker.backlog_tokens + need, worker.rank, need
+            if best is None or score < best:
+                best, chosen = score, worker
+    if best is not None:
+        return chosen, best[2]
+    return None if room is not None else pick_by_turn(choice, pool, tokens, dict.fromkeys(pool.block_sizes, ANY_ROOM))
 
 
-def pick_by_turn(choice: Choice, pool: Pool, total: int, room: Mapping[int, int]) -> Worker | None:
+def pick_by_turn(choice: Choice, pool: Pool, total: int, room: Mapping[int, int]) -> WithTokens | None:
     """Returns the worker, of some with the least to do and some that hold the longest prefix, that accepts the
     prompt and would compute it first, in the turns of the tenants there."""
     tenant, adapter = choice.request.tenant, choice.request.adapter
-    ranks = list(itertools.islice(pool.by_rank(total, room, adapter), _COMPARED))
-    for _, holders in itertools.islice(pool.holders(choice.prefix), 1):
-        ranks += sorted(pool.fitting(holders, total, room, adapter))[:_COMPARED]
-    computing = [w for w in map(pool.ranked, ranks) if w.role == "prefill" or w.computes_prompts]
+    workers = list(itertools.islice(pool.by_rank(total, room, adapter), _COMPARED))
+    for _, among in itertools.islice(pool.holders(choice.prefix), 1):
+        workers += itertools.islice(pool.by_rank(total, room, adapter, among), _COMPARED)
+    computing = [w for w in workers if w.role == "prefill" or w.computes_prompts]
     tokens_at = {w: tokens_to_compute(w, choice) for w in computing}
-    able = (w for w, count in tokens_at.items() if w.accepts_prompt(tenant, count))
-    return min(able, key=lambda w: (w.before(tenant, tokens_at[w]) + tokens_at[w], w.rank), default=None)
+    able = ((w, count) for w, count in tokens_at.items() if w.accepts_prompt(tenant, count))
+    return min(able, key=lambda at: (at[0].before(tenant, at[1]) + at[1], at[0].rank), default=None)
 
 
 def pick_decode(choice: Choice, pool: Pool, room: Mapping[int, int]) -> tuple[Worker, ...]:
@@ -69,18 +69,18 @@ def pick_decode(choice: Choice, pool: Pool, room: Mapping[int, int]) -> tuple[Wo
     first = next(fits, None)
     if first is None:
         return ()
-    much_fuller = pool.ranked(first).running + PREFIX_SLACK + 1 << RUNNING_SHIFT
-    chosen: list[int] = []
-    for _, workers in pool.holders(choice.prefix):
-        near = pool.fitting(workers, total, room, adapter)
-        while near and len(chosen) < 2 and (rank := min(near)) < much_fuller:
-            chosen.append(rank)
-            near.remove(rank)
+    much_fuller = first.running + PREFIX_SLACK + 1 << RUNNING_SHIFT
+    chosen: list[Worker] = []
+    for _, among in pool.holders(choice.prefix):
+        for worker in pool.by_rank(total, room, adapter, among):
+            if len(chosen) > 1 or worker.rank >= much_fuller:
+                break
+            chosen.append(worker)
         if len(chosen) > 1:
             break
-    for rank in itertools.chain((first,), fits):
+    for worker in itertools.chain((first,), fits):
         if len(chosen) > 1:
             break
-        if rank not in chosen:
-            chosen.append(rank)
-    return tuple(map(pool.ranked, chosen))
+        if worker not in chosen:
+            chosen.append(worker)
+    return tuple(chosen)

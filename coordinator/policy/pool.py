@@ -9,9 +9,9 @@ index of block hints finds the workers that hold a prefix without asking each on
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
-from itertools import compress
 from operator import attrgetter
 from typing import Literal
 
@@ -29,11 +29,13 @@ AHEAD_SHARE = 8
 _NO_LIMIT = 1 << 30
 ANY_ROOM = 1 - _NO_LIMIT
 """Every ready worker has at least this much."""
-_FEW = 16
+ALL = -1
+"""The mask of all slots."""
+_FEW = 32
+"""Holders of a prefix that are sorted by rank; of more, most placements find one among the first workers."""
 ORDER_BITS, RUNNING_SHIFT = 24, 72
 """Layout of a rank: the low ORDER_BITS are the position by name; running sequences (decode) start at RUNNING_SHIFT."""
 _ORDER_MASK = (1 << ORDER_BITS) - 1
-_BITS = bytes.maketrans(b"01", b"\0\1")
 # Hints (baton.core.blocks) of a request's full blocks, by block size, which may differ between the two pools.
 Prefix = Mapping[int, tuple[bytes, ...]]
 
@@ -59,8 +61,10 @@ class CachedIndex:
     def holders(self, prefix: tuple[bytes, ...]) -> list[tuple[int, int]]:
         """Returns (blocks, mask of the workers that hold exactly that many of the first blocks), the longest first."""
         holders, so_far = [], 0
-        for count, hint in enumerate(prefix):
-            mask = self._masks.get(hint, 0)
+        for count, known in enumerate(map(self._masks.get, prefix)):
+            if known == so_far:  # nearly always: workers that hold a prefix hold all of it
+                continue
+            mask = known or 0
             if count:
                 mask &= so_far
                 if mask != so_far:
@@ -379,7 +383,6 @@ class Pool:
         self._slots: list[Worker | None] = []  # by bit in the index
         self._ranks: list[int] = []  # those of `workers`, sorted
         self._capacity: dict[str, int] = {}  # cached, by adapter
-        self._least_tokens: int | None = None  # cached
         self.worker_s = 0.0  # time that workers were present, added up over all of them
         self._ended = dict.fromkeys(TOTALS, 0.0)  # of workers that are no longer present
 
@@ -434,7 +437,7 @@ class Pool:
     def changed(self) -> None:
         """Drops the cached limits: a worker joined, left or changed state, or its adapters changed."""
         self.changes += 1
-        self._capacity, self._least_tokens = {}, None
+        self._capacity = {}
         # Not lazily: a restarted worker has the same limits, and requests are admitted meanwhile.
         if lengths := [w.max_model_len for w in self.workers if w.state != "draining"]:
             self.lengths = min(lengths), max(lengths)
@@ -443,10 +446,6 @@ class Pool:
         """Records that a choice waits until a worker has that much room."""
         self.awaited = room if self.grown else min(room, self.awaited)
         self.grown = False
-
-    def ranked(self, rank: int) -> Worker:
-        """Returns the worker that has this rank."""
-        return self.workers[rank & _ORDER_MASK]
 
     def capacity(self, adapter: str = "") -> int:
         """Tokens whose KV one worker that has the adapter can hold for a sequence, ignoring draining workers; 0 if
@@ -462,62 +461,45 @@ class Pool:
             return sum(max(BACKLOG_STEPS * w.step_tokens - w.backlog_tokens, 0) for w in self.workers if w.ready)
         return sum(max(w.room, 0) for w in self.workers)
 
-    def fitting(self, workers: list[Worker], tokens: int, room: Mapping[int, int], adapter: str) -> list[int]:
-        """Returns the ranks of those `workers` that can hold `tokens` tokens, have `room`, by block size, left, and
-        have the adapter."""
-        if adapter:
-            workers = [w for w in workers if adapter in w.adapters]
-        if tokens > self._smallest():
-            workers = [w for w in workers if w.max_tokens >= tokens]
-        if len(room) > 1:
-            return [w.rank for w in workers if w.room >= room[w.block_size]]
-        least = next(iter(room.values()), 0)
-        return [w.rank for w in workers if w.room >= least]
-
-    def by_rank(self, tokens: int, room: Mapping[int, int], adapter: str) -> Iterator[int]:
-        """Yields, in ascending order, the ranks of the workers that `fitting` would return out of all."""
+    def by_rank(self, tokens: int, room: Mapping[int, int], adapter: str, among: int = ALL) -> Iterator[Worker]:
+        """Yields, in ascending order of their ranks, the workers at the slots of a mask that can hold `tokens` tokens,
+        have `room`, by block size, left, and have the adapter."""
         workers, least = self.workers, min(room.values(), default=0)
-        for rank in self._ranks:
+        few = among != ALL and among.bit_count() <= _FEW
+        for rank in sorted(worker.rank for worker in self._at(among)) if few else self._ranks:
             worker = workers[rank & _ORDER_MASK]
             if (
                 worker.room >= least
+                and among >> worker.slot & 1
                 and worker.max_tokens >= tokens
                 and worker.room >= room[worker.block_size]
                 and (not adapter or adapter in worker.adapters)
             ):
-                yield rank
+                yield worker
 
     def check(self) -> None:
         """Raises InvariantError if the sorted ranks are not those of the workers."""
         if self._ranks != sorted(worker.rank for worker in self.workers):
             raise InvariantError(f"{self.role} workers: the sorted ranks are not theirs")
 
-    def holders(self, prefix: Prefix) -> Iterator[tuple[int, list[Worker]]]:
-        """Yields (tokens, the workers that hold exactly that many of the prefix), the longest first."""
+    def holders(self, prefix: Prefix) -> Iterator[tuple[int, int]]:
+        """Yields (tokens, mask of the slots whose workers hold exactly that many of the prefix), the longest first.
+        Blocks of different sizes have different hints."""
         if len(self.block_sizes) == 1:
             (size,) = self.block_sizes
             for blocks, mask in self.index.holders(prefix.get(size, ())):
-                yield blocks * size, self._at(mask)
+                yield blocks * size, mask
             return
-        by_tokens: dict[int, list[Worker]] = {}
+        by_tokens: Counter[int] = Counter()
         for size in self.block_sizes & set(prefix):
             for blocks, mask in self.index.holders(prefix[size]):
-                by_tokens.setdefault(blocks * size, []).extend(w for w in self._at(mask) if w.block_size == size)
-        yield from sorted(by_tokens.items(), key=lambda entry: -entry[0])
+                by_tokens[blocks * size] |= mask
+        yield from sorted(by_tokens.items(), reverse=True)
 
-    def _smallest(self) -> int:
-        if self._least_tokens is None:
-            self._least_tokens = min((w.max_tokens for w in self.workers), default=0)
-        return self._least_tokens
-
-    def _at(self, mask: int) -> list[Worker]:
-        """Returns the workers at the slots of a mask. The bit of an empty slot is never set."""
-        if mask.bit_count() > _FEW:
-            return list(compress(self._slots, f"{mask:b}".encode().translate(_BITS)[::-1]))  # type: ignore[arg-type]
-        workers = []
+    def _at(self, mask: int) -> Iterator[Worker]:
+        """Yields the workers at the slots of a mask. The bit of an empty slot is never set."""
         while mask:
             worker = self._slots[(mask & -mask).bit_length() - 1]
             mask &= mask - 1
             if worker is not None:
-                workers.append(worker)
-        return workers
+                yield worker

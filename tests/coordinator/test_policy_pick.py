@@ -7,6 +7,7 @@ import random
 import pytest
 
 from baton.core.events import KVCacheEvents, Load
+from coordinator.policy import pool
 from coordinator.policy.choice import Choice
 from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.pick import PREFIX_SLACK, pick_decode, pick_prefill
@@ -85,7 +86,11 @@ def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[:1]], ids=str)
 @pytest.mark.parametrize("workers", [24, 2])
-def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("few", [pool._FEW, 0])
+def test_pick_equals_a_linear_scan_over_all_workers(
+    few: int, workers: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_FEW", few)
     dice, table = random.Random(workers), WorkerTable(3.0)
     expectation = OutputExpectation()
     names = [f"{role}{n}" for role in "pd" for n in range(workers)]
@@ -98,12 +103,13 @@ def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[i
         of_workers = next(iter(table.classes))
         prefill = pick_prefill(choice, of_workers.prefill)
         decode = pick_decode(choice, of_workers.decode, expectation.blocks(choice.request, of_workers.decode))
-        assert (prefill.worker_id if prefill else None) == plain_prefill(table, choice), turn
+        assert (prefill[0].worker_id if prefill else None) == plain_prefill(table, choice), turn
+        assert prefill is None or prefill[1] == max(1, tokens - held_tokens(prefill[0], choice))
         of_workers.prefill.check()
         of_workers.decode.check()
         targets = [worker.worker_id for worker in decode]
         assert targets == plain_decode(expectation, table, choice), turn
-        found["of a prefix"] += prefill is not None and held_tokens(prefill, choice) > 0
+        found["of a prefix"] += prefill is not None and held_tokens(prefill[0], choice) > 0
         found["no prefill"] += prefill is None
         found["no decode"] += not decode
     assert found["of a prefix"] > 50 and (workers > 2 or min(found.values()) > 50), found

@@ -346,7 +346,7 @@ FAULTS = (
     Fault(OVERTAKING, "mine.priority == self.priority and ", "", T_OVERTAKING),
     Fault(DISPATCH, "if choice.prompt_charged or not computes or", "if", T_OVERTAKING),
     Fault(DISPATCH, "blocks = 0 if stage is Stage.DECODE else ", "blocks = ", T_DISPATCH),
-    Fault(PICK, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
+    Fault(PICK, " or worker.rank >= much_fuller", "", T_DISPATCH),
     Fault(POOL, "        return holders[::-1]\n", "        return holders\n", T_PICK),
     Fault(
         POOL,
@@ -362,8 +362,8 @@ FAULTS = (
     # Where prompts are computed.
     Fault(
         PICK,
-        "able = (w for w, count in tokens_at.items() if w.accepts_prompt(tenant, count))",
-        "able = tokens_at",
+        " if w.accepts_prompt(tenant, count))",
+        ")",
         T_SPLIT,
     ),
     Fault(POLICY_SPLIT, "percent * streams * waits_s", "0.0", T_SPLIT),
