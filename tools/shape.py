@@ -11,6 +11,7 @@ Product code is `baton` without generated files, the tiers and `launch`.
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import json
 import sys
@@ -18,6 +19,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from baton.core.codes import ErrorCode
@@ -30,6 +32,7 @@ LONG = 600
 CODES_FILE = "baton/core/codes.py"
 CODES = {code.value for code in ErrorCode}
 OTHER_MEANINGS = {"draining", "aborted"}  # a worker's state and a finish reason, which mypy checks as literals
+ONLY_CODES = CODES - OTHER_MEANINGS
 FILLERS = {
     "found",
     "what",
@@ -46,12 +49,36 @@ FILLERS = {
     "stuff",
 }
 CLOCKS = ("time.monotonic", "time.time", "time.time_ns", "time.monotonic_ns", "time.perf_counter")
+NAMING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.arg, ast.Name, ast.Attribute)
+"""The kinds of nodes that may define or assign a name."""
 
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """Parses a file once per process: several tests look at all of them."""
-    return ast.parse(path.read_text(encoding="utf-8"), filename=path)
+    """Parses a file once per process: several tests look at all of them. Garbage collection skips the
+    trees, which stay: to visit them again and again took three quarters of the time, and seconds at the end."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=path)
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
+
+
+@cache
+def _by_kind(tree: ast.Module) -> dict[type[ast.AST], list[ast.AST]]:
+    kinds: dict[type[ast.AST], list[ast.AST]] = {}
+    for node in ast.walk(tree):
+        kinds.setdefault(type(node), []).append(node)
+    return kinds
+
+
+def nodes(tree: ast.Module, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes of a file that are of these kinds, one kind after another. A file is walked once per process."""
+    by_kind = _by_kind(tree)
+    return chain.from_iterable(by_kind.get(kind, ()) for kind in kinds)
 
 
 def product_files() -> dict[str, ast.Module]:
@@ -67,7 +94,7 @@ def module_of(path: str) -> str:
 
 def imports(tree: ast.Module) -> Iterator[str]:
     """Modules that a file imports, for types alone too; `from a import b` yields a.b and a."""
-    for node in ast.walk(tree):
+    for node in nodes(tree, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -114,7 +141,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
     """Strings that are statements: docstrings of modules, classes, functions, and of the constants above them."""
-    for node in ast.walk(tree):
+    for node in nodes(tree, ast.Expr):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node
 
@@ -132,12 +159,12 @@ def bare_codes(path: str, tree: ast.Module) -> list[int]:
     equals one, except words with other meanings; one that is compared with a `code`; and in the workers every `code=`,
     where mypy would accept a misspelt one."""
     lines = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree, ast.Compare, ast.keyword, ast.Constant):
         if isinstance(node, ast.Compare) and any(_is_code(side) for side in (node.left, *node.comparators)):
             lines |= {inner.lineno for inner in ast.walk(node) if _text(inner) is not None}  # type: ignore[attr-defined]
         elif isinstance(node, ast.keyword) and node.arg == "code" and (text := _text(node.value)) is not None:
             lines |= {node.value.lineno} if text in CODES or path.startswith(WORKERS) else set()
-        elif _text(node) in CODES - OTHER_MEANINGS:
+        elif _text(node) in ONLY_CODES:
             lines.add(node.lineno)  # type: ignore[attr-defined]
     return sorted(lines)
 
@@ -155,7 +182,7 @@ def _text(node: ast.AST) -> str | None:
 def names(tree: ast.Module) -> Iterator[str]:
     """Every name that a file defines, as often as it is defined or assigned: functions, classes, arguments, fields,
     variables, attributes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree, *NAMING):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -175,7 +202,7 @@ def classes(files: Mapping[str, ast.Module]) -> dict[str, list[str]]:
     """Class names that are defined more than once, and where."""
     where: dict[str, list[str]] = {}
     for path, tree in files.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree, ast.ClassDef):
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(path)
     return {name: paths for name, paths in sorted(where.items()) if len(paths) > 1}
@@ -197,14 +224,14 @@ def figures() -> dict[str, object]:
     functions = {
         f"{path}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path, tree in files.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree, ast.FunctionDef, ast.AsyncFunctionDef)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     widest, longest = max(graph, key=lambda p: len(graph[p])), max(functions, key=lambda f: functions[f])
     clocks = {
         path: count
         for path, tree in files.items()
-        if (count := sum(isinstance(n, ast.Call) and ast.unparse(n.func) in CLOCKS for n in ast.walk(tree)))
+        if (count := sum(isinstance(n, ast.Call) and ast.unparse(n.func) in CLOCKS for n in nodes(tree, ast.Call)))
     }
     tests = list((ROOT / "tests").rglob("*.py"))
     return {

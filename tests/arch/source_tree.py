@@ -51,6 +51,7 @@ class Import:
         return self.module == package or self.module.startswith(package + ".")
 
 
+@cache
 def matches(path: str, patterns: tuple[str, ...]) -> bool:
     """`dir/*` matches everything below dir, at any depth; other patterns are globs within one directory."""
     below = any(path.startswith(p[:-1]) for p in patterns if p.endswith("/*"))
@@ -85,6 +86,7 @@ def is_for_types(test: ast.expr) -> bool:
 
 
 def _walk(path: str, node: ast.AST, typing_only: bool) -> Iterator[Import]:
+    """No expression contains an import."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
@@ -100,5 +102,5 @@ def _walk(path: str, node: ast.AST, typing_only: bool) -> Iterator[Import]:
         elif isinstance(child, ast.If) and is_for_types(child.test):
             yield from _walk(path, ast.Module(child.body, []), True)
             yield from _walk(path, ast.Module(child.orelse, []), typing_only)
-        else:
+        elif not isinstance(child, ast.expr):
             yield from _walk(path, child, typing_only)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.shape import parsed
+from tools.shape import nodes, parsed
 
 TESTS = Path(__file__).parents[1]
 TIMELESS = (
@@ -33,7 +33,7 @@ def is_timeless(path: Path) -> bool:
 def needs_time(source: ast.Module) -> set[str]:
     """The names in a test that make it depend on the machine."""
     found = set()
-    for node in ast.walk(source):
+    for node in nodes(source, ast.ImportFrom, ast.Attribute):
         if isinstance(node, ast.ImportFrom) and node.module in KITS:
             found.add(str(node.module))
         elif isinstance(node, ast.Attribute) and (node.attr in CLOCKS or node.attr == "cluster"):

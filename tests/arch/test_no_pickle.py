@@ -8,6 +8,7 @@ import ast
 import pytest
 
 from tests.arch.source_tree import source_files, tree
+from tools.shape import nodes
 
 FORBIDDEN_MODULES = (
     "_pickle", "cloudpickle", "dill", "jsonpickle", "joblib", "marshal", "pickle", "pickletools", "shelve",
@@ -34,7 +35,7 @@ def findings(source: ast.Module, path: str) -> list[str]:
         return names.get(node.id, node.id) if isinstance(node, ast.Name) else "?"
 
     found: list[tuple[int, str]] = []
-    for node in ast.walk(source):
+    for node in nodes(source, ast.Assert, ast.Import, ast.ImportFrom, ast.Call):
         if isinstance(node, ast.Assert):
             found.append((node.lineno, "assert: python -O drops it; raise instead"))
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -54,7 +55,7 @@ def findings(source: ast.Module, path: str) -> list[str]:
 def _full_names(source: ast.Module) -> dict[str, str]:
     """What each imported name stands for: `import numpy as np` -> np: numpy; `from torch import load` -> torch.load."""
     names: dict[str, str] = {}
-    for node in ast.walk(source):
+    for node in nodes(source, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             names |= {
                 a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names

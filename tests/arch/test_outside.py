@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source_tree import PACKAGES, ROOT, Import, imports_of, matches
-from tools.shape import parsed
+from tools.shape import nodes, parsed
 
 OUTSIDE = ("tools", "training", "benchmarks", "tests")
 OURS = (*PACKAGES, *OUTSIDE)
@@ -57,7 +57,8 @@ def is_missing(found: Import, root: Path = ROOT) -> bool:
 def names_in(module: Path) -> set[str]:
     """Names that a module defines or imports at any depth, and `*`."""
     names = {"*"}
-    for node in ast.walk(parsed(module)):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Name, ast.Import, ast.ImportFrom)
+    for node in nodes(parsed(module), *kinds):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source_tree import ROOT, source_files, tree
-from tools.shape import parsed
+from tools.shape import NAMING, nodes, parsed
 
 COINED = {
     "heard": "received, last_..._at",
@@ -60,7 +60,7 @@ MAX_TERMS = 60
 
 def names_of(module: ast.Module) -> Iterator[tuple[str, int]]:
     """Every name that a module defines or assigns, and its line."""
-    for node in ast.walk(module):
+    for node in nodes(module, *NAMING):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
         elif isinstance(node, ast.arg):
