@@ -44,11 +44,13 @@ class DrainRate:
 
     @property
     def measured(self) -> bool:
-        return self._tokens > 0
+        """Whether choices have waited for so long that requests may be refused by the rate. Its first moments say
+        little: when workers have just joined, one short prompt may be placed while many wait for their turn."""
+        return self._tokens > 0 and self._seconds >= WINDOW_S / 2
 
     def seconds(self, tokens: float) -> float | None:
         """Returns how long so many tokens take to leave the queue; None if nothing has been measured."""
-        return tokens * self._seconds / self._tokens if self.measured else None
+        return tokens * self._seconds / self._tokens if self._tokens > 0 else None
 
     def retry_after_s(self, tokens: float) -> float:
         """Returns after how many seconds a refused client should try again, if so many tokens have to leave first."""

@@ -25,6 +25,20 @@ def test_tokens_placed_while_choices_wait_are_the_rate() -> None:
     assert rate.seconds(1000) == pytest.approx(2.0, rel=0.01)
 
 
+def test_a_rate_is_measured_after_some_seconds_in_which_choices_waited() -> None:
+    """Workers that have just joined place one short prompt while others wait: no rate to refuse a request by."""
+    rate = DrainRate()
+    for step in range(20):
+        rate.update(step * 0.1, 4 if step == 2 else 0, waits=True)
+    assert (rate.seconds(1000) or 0.0) > 100 and not rate.measured
+    for step in range(20, 100):
+        rate.update(step * 0.1, 50, waits=True)
+    assert rate.measured
+    rate.update(10.0 + 2 * WINDOW_S, 50, waits=False)
+    rate.update(10.0 + 4 * WINDOW_S, 50, waits=True)
+    assert not rate.measured
+
+
 def test_a_stall_is_forgotten_after_a_pause() -> None:
     """Otherwise requests would be refused for their deadlines because of workers that were lost long ago."""
     rate = DrainRate()
