@@ -31,8 +31,6 @@ ANY_ROOM = 1 - _NO_LIMIT
 """Every ready worker has at least this much."""
 ALL = -1
 """The mask of all slots."""
-_FEW = 32
-"""Holders of a prefix that are sorted by rank; of more, most placements find one among the first workers."""
 ORDER_BITS, RUNNING_SHIFT = 24, 72
 """Layout of a rank: the low ORDER_BITS are the position by name; running sequences (decode) start at RUNNING_SHIFT."""
 _ORDER_MASK = (1 << ORDER_BITS) - 1
@@ -465,7 +463,8 @@ class Pool:
         """Yields, in ascending order of their ranks, the workers at the slots of a mask that can hold `tokens` tokens,
         have `room`, by block size, left, and have the adapter."""
         workers, least = self.workers, min(room.values(), default=0)
-        few = among != ALL and among.bit_count() <= _FEW
+        # Of k of n workers in any order, the first is expected after n / k; sorting the k by rank looks at k.
+        few = among != ALL and among.bit_count() ** 2 <= len(workers)
         for rank in sorted(worker.rank for worker in self._at(among)) if few else self._ranks:
             worker = workers[rank & _ORDER_MASK]
             if (

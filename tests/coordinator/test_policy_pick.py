@@ -7,7 +7,6 @@ import random
 import pytest
 
 from baton.core.events import KVCacheEvents, Load
-from coordinator.policy import pool
 from coordinator.policy.choice import Choice
 from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.pick import PREFIX_SLACK, pick_decode, pick_prefill
@@ -86,11 +85,7 @@ def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[:1]], ids=str)
 @pytest.mark.parametrize("workers", [24, 2])
-@pytest.mark.parametrize("few", [pool._FEW, 0])
-def test_pick_equals_a_linear_scan_over_all_workers(
-    few: int, workers: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "_FEW", few)
+def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[int, ...]) -> None:
     dice, table = random.Random(workers), WorkerTable(3.0)
     expectation = OutputExpectation()
     names = [f"{role}{n}" for role in "pd" for n in range(workers)]
