@@ -20,6 +20,23 @@ def body(prompt: Sequence[int] | str, max_tokens: int, **fields: Any) -> dict[st
     return {"model": "m", "prompt": prompt, "max_tokens": max_tokens, **defaults, **fields}
 
 
+RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+            },
+        }
+    ]
+}
+"""How gRPC clients repeat calls, as documented (docs/api.md)."""
+
+
 class Client:
     """`complete` returns the whole answer; `events` yields the events of a stream as they arrive."""
 
@@ -69,7 +86,8 @@ class Client:
             token_ids=types_pb2.TokenIds(ids=prompt), max_tokens=max_tokens, sampling=params
         )
         ids: list[int] = []
-        async with grpc.aio.insecure_channel(self._grpc) as channel:
+        retries = [("grpc.service_config", json.dumps(RETRIES))]
+        async with grpc.aio.insecure_channel(self._grpc, options=retries) as channel:
             async for answer in serving_pb2_grpc.ServingStub(channel).Generate(request, timeout=60):
                 ids += answer.delta.token_ids
         return tuple(ids)
