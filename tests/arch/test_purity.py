@@ -76,7 +76,7 @@ def test_pure_modules_load_with_the_standard_library_alone() -> None:
     assert "asyncio" not in loaded
 
 
-WITH_TORCH = ("launch/doctor/probe.py", "launch/dry_run.py")  # a process like a rank, and what only a dry run loads
+WITH_TORCH = ("launch/dry_run.py",)  # which only a dry run loads
 
 
 @pytest.mark.parametrize("package", ["batches", "coordinator", "launch"])
