@@ -274,9 +274,11 @@ def plan_command(
 
 
 def _prices(given: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    by_name = {}
+    by_name = dict[str, float]()
     for text in given:
         name, _, price = text.partition("=")
+        if name in by_name:
+            raise StartupError(f"--price {text}: {name!r} has a price already")
         try:
             by_name[name] = float(price)
         except ValueError:
@@ -284,5 +286,5 @@ def _prices(given: Sequence[str], names: Sequence[str]) -> dict[str, float]:
         if name not in names:
             raise StartupError(f"--price {text}: there is no calibration {name!r}; there are {', '.join(names)}")
         if not 0 < by_name[name] < 1e9:
-            raise StartupError(f"--price {text}: must be above 0")
+            raise StartupError(f"--price {text}: must be above 0 and below 1e9")
     return by_name

@@ -339,6 +339,8 @@ def test_simulate_prints_where_requests_waited(calibration: str, tmp_path: Path)
         (("--rate", "1", "--output-len", "0"), "must be at least 1"),
         (("--rate", "1", "--price", "other=1"), "no calibration 'other'"),
         (("--rate", "1", "--price", "gpu=0"), "must be above 0"),
+        (("--rate", "1", "--price", "gpu=1e12"), "below 1e9"),
+        (("--rate", "1", "--price", "gpu=1", "--price", "gpu=2"), "'gpu' has a price already"),
         (("--rate", "1", "--duration-s", "5", "--input-len", "50000"), "no request fits into 32768 tokens"),
     ],
 )
