@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core import virtual_counters
+from baton.core.events import Load
 from coordinator.policy.choice import Choice
 from coordinator.policy.pool import BACKLOG_STEPS, LONG_STEPS
 from coordinator.policy.quotas import Client
@@ -141,6 +142,18 @@ def test_others_go_past_a_prompt_that_needs_an_idle_worker(tokens: int, placed: 
     assert submit(d, of("a1", BACKLOG_STEPS * STEP)) == ["a1"]
     assert submit(d, of("b2", tokens)) == []
     assert submit(d, of("c3", 4)) == placed
+
+
+def test_others_go_past_it_again_when_one_that_they_may_not_go_past_has_ended() -> None:
+    d = placing(blocks=60)
+    d.dispatcher.expectation.mean_tokens = 200.0
+    assert submit(d, of("a1", BACKLOG_STEPS * STEP)) == ["a1"]
+    assert submit(d, of("b2", BACKLOG_STEPS * STEP + 1)) == []
+    d.worker("d0").load = Load(blocks_free=d.worker("d0").reserved_blocks + 10)
+    assert submit(d, of("c3", 4, output=200)) == []
+    assert submit(d, of("c4", 4)) == [], "it would take blocks that c3 needs"
+    d.finish("c3")
+    assert d.names() == ["c4"]
 
 
 PROMPTS = st.tuples(st.sampled_from("abc"), st.sampled_from([1, 4, STEP, 2 * STEP, 3 * STEP, 4 * STEP, 5 * STEP, LONG]))
