@@ -6,18 +6,19 @@ took, or more of them if their lengths vary: the tokens of a few long prompts am
 error only after a longer time. Where workers start sooner, the rate of that time corrects it by more than chance.
 
     prefill   the fewest workers beside which the share of prompts that wait longer than TTFT allows, or than the queue
-              has room, is small enough (M/G/n: Erlang C with the approximation of Allen and Cunneen), and that clear
-              the backlog, as it will be when a new worker has started, within another start time
+              has room, is small enough (M/G/n: Erlang C with the approximation of Allen and Cunneen), and that either
+              compute the backlog, as it will be when a new worker has started, within TTFT, or are rid of it after
+              another start time
     decode    sequences that will run together (Little's law, plus their chance fluctuation) over those that one worker
               runs within the limit of TPOT and in its KV pool, and the processor time of hand-overs; the KV that
               requests will hold, which is reserved from the dispatch on and so for as long as their prompts take; and
               that of those that run now, with what it grows by
 
 Costs come from `baton calibrate`, corrected by what the workers measure of themselves. TTFT and TPOT close the loop: as
-long as too many requests are late although all workers are ready and busy, one tenth more workers are added at a time;
-if that changes nothing, it is undone and said. Up acts at once. Down waits until every size of the last `down_s` was
-smaller, for HEADROOM more load or for the upper confidence bound of the load, of decode by as much as these sizes vary,
-and never acts while workers start. Both roles are zero, or neither is.
+long as too many requests are late, by more than chance, although all workers are ready and busy, one tenth more workers
+are added at a time; if that changes nothing, it is undone and said. Up acts at once. Down waits until every size of the
+last `down_s` was smaller, for HEADROOM more load or for the upper confidence bound of the load, of decode by as much as
+these sizes vary, and never acts while workers start. Both roles are zero, or neither is.
 """
 
 from __future__ import annotations
@@ -218,6 +219,13 @@ class Need(NamedTuple):
 IDLE = Need(0, 0.0, "has nothing to do")
 
 
+class Share(NamedTuple):
+    """A share of requests, and its standard error."""
+
+    value: float
+    error: float
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """Requests per second, the uncached tokens of a prompt and its whole length, the tokens of an output, the share of
@@ -230,8 +238,8 @@ class Demand:
     uncached: float
     prompt: float
     output: float
-    late: float | None
-    slow: float | None
+    late: Share | None
+    slow: Share | None
     variation: float = 0.0
     factor: float = 1.0
     error: float = 0.0
@@ -249,7 +257,7 @@ def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizin
     idle = _idle(policy, memory)
     late, slow = demand.late, demand.slow
     if sample.waits_for == "decode":  # then it is not prefill that makes first tokens late
-        late, slow = None, late if slow is None else max(slow, late or 0.0)
+        late, slow = None, max(filter(None, (late, slow)), default=None)
     states: list[RoleState] = []
     needs: list[Need] = []
     unmet: list[str] = []
@@ -332,10 +340,12 @@ def _demand(policy: Policy, memory: Memory) -> Demand:
     states = memory.prefill, memory.decode
     changed_at = max(max(state.raised_at, state.lowered_at, state.boosted_at) for state in states)
 
-    def share_of(bad: str, total: str) -> float | None:
+    def share_of(bad: str, total: str) -> Share | None:
         count = getattr(last, total) - getattr(first, total)
-        enough = count >= MIN_REQUESTS and first.at_s >= changed_at
-        return float((getattr(last, bad) - getattr(first, bad)) / count) if enough else None
+        if count < MIN_REQUESTS or first.at_s < changed_at:
+            return None
+        share = float((getattr(last, bad) - getattr(first, bad)) / count)
+        return Share(share, math.sqrt(share * (1 - share) / count))
 
     late, slow = share_of("late", "first_tokens"), share_of("slow", "ended")
     error = math.sqrt((1 + variation) / admitted)
@@ -427,8 +437,10 @@ def _prefill(policy: Policy, memory: Memory, demand: Demand) -> Need:
     if waiting_s <= ready * budget_s and later_s <= queue_s:
         later_s = 0.0
     waits = workers_for_waits(load, prompt_s, budget_s, 1 - policy.slo.share, demand.variation, queue_s)
-    clears = math.ceil(load + later_s / start_s)
-    size = max(waits, clears, 1 if now.in_flight else 0)
+    clears = load + later_s / start_s
+    if policy.slo.ttft_s:
+        clears = min(clears, later_s / max(budget_s, LEAST_PROMPT_S))
+    size = max(waits, math.ceil(clears), 1 if now.in_flight else 0)
     why = (
         f"{demand.requests_per_s:.2f} requests/s of {demand.uncached:.0f} uncached tokens, {prompt_s * 1e3:.0f} ms each"
         f" = {load:.2f} workers; {backlog_s / max(ready, 1):.2f} s of backlog per worker"
@@ -516,21 +528,24 @@ def _quantile(share: float) -> float:
     return max(0.0, NormalDist().inv_cdf(min(max(share, 0.5), 0.9999)))
 
 
-def _closed_loop(policy: Policy, memory: Memory, role: Role, late: float | None) -> tuple[RoleState, bool]:
+def _closed_loop(policy: Policy, memory: Memory, role: Role, late: Share | None) -> tuple[RoleState, bool]:
     """Returns the state with the boost that the late share asks for, and whether more workers cannot lower that."""
     now, state = memory.samples[-1], memory.of(role)
     if late is None or _starting(policy, memory, role):
         return state, state.in_vain >= TRIES
-    if late <= 1 - policy.slo.share:
+    allowed = 1 - policy.slo.share
+    if late.value <= allowed:
         state = replace(state, in_vain=0, late_before=math.inf)
         if state.boost and now.at_s - state.boosted_at >= policy.down_s:
             state = replace(state, boost=state.boost - 1, boosted_at=now.at_s)
         return state, False
+    if late.value - _quantile(policy.slo.share) * late.error <= allowed:  # it may be chance
+        return state, state.in_vain >= TRIES
     if state.in_vain >= TRIES or _utilisation(memory, role) < BUSY:
         return replace(state, boost=0, in_vain=TRIES), True
-    in_vain = state.in_vain + 1 if late > IMPROVED * state.late_before else 0
+    in_vain = state.in_vain + 1 if late.value > IMPROVED * state.late_before else 0
     boost = 0 if in_vain >= TRIES else state.boost + max(1, math.ceil(BOOST * state.size))
-    return replace(state, boost=boost, boosted_at=now.at_s, late_before=late, in_vain=in_vain), in_vain >= TRIES
+    return replace(state, boost=boost, boosted_at=now.at_s, late_before=late.value, in_vain=in_vain), in_vain >= TRIES
 
 
 def _idle(policy: Policy, memory: Memory) -> bool:

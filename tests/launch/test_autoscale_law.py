@@ -229,6 +229,32 @@ def test_a_late_share_that_more_workers_lower_adds_workers() -> None:
     assert before.prefill + 2 <= f.sizes[-1].prefill <= before.prefill + 3 and not f.decisions[-1].unmet
 
 
+@pytest.mark.parametrize(("share", "chance"), [(0.07, True), (0.15, False)])
+def test_no_more_late_requests_than_chance_makes_add_no_worker(share: float, chance: bool) -> None:
+    """Of 150 requests 5 % may be late: then 7 % of them often are, and 15 % are not."""
+    f = Fluid()
+    f.rate = 5.0
+    before = f.step(60)
+    f.late_share = share
+    f.step(60)
+    assert (max(size.prefill for size in f.sizes[60:]) == before.prefill and not f.decisions[-1].unmet) is chance
+
+
+def test_a_backlog_that_is_computed_within_the_limit_needs_no_more_workers() -> None:
+    """Which wait for the load of a burst, and would be idle once what came while they started is done."""
+    slow, quick = (replace(POLICY, slo=Slo(ttft_s, 0.05, 0.95), limit=Size(90, 90)) for ttft_s in (90.0, 10.0))
+    rate, ready = 10.0, Size(4, 8)
+    waiting = round(600.0 / PROMPT_S)  # seconds of one worker
+    sizes = []
+    for policy in (slow, quick):
+        every = lambda _: [PROMPT] * round(rate * EVERY_S)  # noqa: E731
+        sizes.append(fed(every, ready=ready, policy=policy, queued=waiting, queued_tokens=waiting * PROMPT)[-1].size)
+    load = rate * PROMPT_S
+    left_s = 600.0 + (load - ready.prefill) * START_S
+    assert sizes[0].prefill == pytest.approx(left_s / 90.0, abs=1.5)
+    assert sizes[1].prefill == pytest.approx(load + left_s / START_S, abs=1.5) and sizes[1].prefill > sizes[0].prefill
+
+
 def test_first_steps_of_a_cold_worker_are_not_measured() -> None:
     f = Fluid()
     f.rate, f.slowness = 5.0, 50.0  # as while it compiles
