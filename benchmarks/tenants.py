@@ -3,16 +3,17 @@
     python benchmarks/tenants.py                     one prefill and one decode worker, built-in model, 60 s overloaded
     python benchmarks/tenants.py --seconds 10        a short run
     python benchmarks/tenants.py --quota 0.4         each worker with 0.4 of a core, as root
-    python benchmarks/tenants.py --small 6 --share 0.125 --prompts 200-1500
+    python benchmarks/tenants.py --small 6 --share 0.125 --prompts 200-1500 --rounds 5
 
-In turns on one cluster: the peak, by a closed loop of one tenant; the small tenants alone (`--small`), each with a
-`--share` of the peak; the same beside another one that sends ten times as much as each; and beside one that sends so
-much that three times the peak arrives. A refused request is not sent again. Times are those of a client on the same
+On one cluster: the peak, by a closed loop of one tenant; then in turns, `--rounds` times, the small tenants alone
+(`--small`), each with a `--share` of the peak; the same beside another one that sends ten times as much as each; and
+beside one that sends so much that three times the peak arrives. Percentiles are those of all rounds together, since a
+machine does not keep its speed. A refused request is not sent again. Times are those of a client on the same
 cores, which does as little as it can: it reads of an answer no more than where it ends. Beside them are the
 coordinator's own: to the first token and the parts of it from its log, to a refusal (from the head of the request to
 the response) from `baton_http_refusal_seconds`; and the processor time of each process. With `--quota` the workers are
-the limit and not the host: coordinator and client have the rest of the cores. A run takes 3.5 times `--seconds` and
-half a minute. Writes `benchmarks/results/tenants.md`.
+the limit and not the host: coordinator and client have the rest of the cores. A run takes half of `--seconds` and
+three times that for each round, and half a minute. Writes `benchmarks/results/tenants.md`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -108,14 +109,15 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """Requests of one window, over connections that are kept, with prompts of random lengths. Their tokens are written
-    before, except a number in the first two, so that no two prompts of a run begin alike: none is in a prefix cache."""
+    """Requests of one window, over connections that are kept, with prompts of random lengths, the same in each window
+    of a round. Their tokens are written before, except a number in the first two, so that no two prompts of a run begin
+    alike: none is in a prefix cache."""
 
     numbers = itertools.count(1)
     """Shared by all windows."""
 
-    def __init__(self, url: str, name: str, prompts: Lengths) -> None:
-        parts, self.name = urlsplit(url), name
+    def __init__(self, url: str, name: str, prompts: Lengths, turn: int = 0) -> None:
+        parts, self.name, self._round = urlsplit(url), name, turn
         self._randoms = dict[str, random.Random]()
         self._host, self._port = parts.hostname or "", parts.port or 80
         self.answers, self._idle = list[Answer](), list[Connection]()
@@ -127,7 +129,7 @@ class Load:
 
     def _random_of(self, tenant: str) -> random.Random:
         """A tenant's own, so that its requests have the same lengths and times in each window, whoever else sends."""
-        return self._randoms.setdefault(tenant, random.Random(tenant))
+        return self._randoms.setdefault(tenant, random.Random(f"{tenant} {self._round}"))
 
     async def send(self, tenant: str) -> None:
         number = next(self.numbers)
@@ -158,7 +160,7 @@ class Load:
 
     async def open(self, tenant: str, per_s: float, seconds: float) -> None:
         """Sends at random times, `per_s` on average, and waits for the last answer."""
-        times, tasks = random.Random(f"times of {tenant}"), list[asyncio.Task[None]]()
+        times, tasks = random.Random(f"times of {tenant} {self._round}"), list[asyncio.Task[None]]()
         due, until = time.monotonic(), time.monotonic() + seconds
         while (due := due + times.expovariate(per_s)) < until:
             await asyncio.sleep(due - time.monotonic())
@@ -168,11 +170,6 @@ class Load:
 
 def key(tenant: str) -> str:
     return f"sk-benchmark-of-{tenant}"
-
-
-def served(answers: Sequence[Answer], begun: float, seconds: float) -> float:
-    """Requests per second that were answered completely within the window."""
-    return sum(a.status == 200 and a.ended_at <= begun + seconds for a in answers) / seconds
 
 
 def shown(answers: Sequence[Answer], *, small: bool, refused: bool) -> tuple[str, float]:
@@ -228,29 +225,31 @@ def idle_s() -> float:
 
 @dataclass
 class Window:
-    """The answers of a window of `seconds`, and until the last of them the processor time of each kind of process, and
-    the share of the host's that nothing used."""
+    """The answers of windows of `seconds` in all, how many were `in_time`, complete before their window ended, the
+    processor time of each kind of process until the last answer, and that of the host: all, and what nothing used."""
 
-    load: Load
-    seconds: float
-    begun: float
-    used_s: dict[str, float]
-    idle: float
+    name: str
+    seconds: float = 0.0
+    answers: list[Answer] = field(default_factory=list)
+    in_time: int = 0
+    used_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    host_s: float = 0.0
+    idle_s: float = 0.0
 
     @property
     def served_per_s(self) -> float:
-        return served(self.load.answers, self.begun, self.seconds)
+        return self.in_time / self.seconds
 
     @property
     def counts(self) -> tuple[int, int]:
         """Answers that were served, and refused."""
-        good = sum(a.status == 200 for a in self.load.answers)
-        return good, len(self.load.answers) - good
+        good = sum(a.status == 200 for a in self.answers)
+        return good, len(self.answers) - good
 
     def cost_row(self) -> list[str]:
         good, refused = self.counts
         used = (f"{self.used_s[name]:.2f} s" for name in PROCESSES)
-        return [self.load.name, f"{good} / {refused}", *used, f"{self.idle:.0%}"]
+        return [self.name, f"{good} / {refused}", *used, f"{self.idle_s / self.host_s:.0%}"]
 
 
 def cost_table(windows: Mapping[str, Window]) -> str:
@@ -268,58 +267,80 @@ def cost_table(windows: Mapping[str, Window]) -> str:
     return table(["processor time", "served / refused", *PROCESSES, "host idle"], rows)
 
 
-def within(before: dict[float, float], after: dict[float, float]) -> str:
-    """The upper bounds of the percentiles of the refusals between two scrapes, and the share within the limit."""
-    counts = {bound: after[bound] - before[bound] for bound in sorted(after)}
+def within(counts: Mapping[float, float]) -> str:
+    """The upper bounds of the percentiles of refusals, counted by the upper bounds of their times, and the share within
+    the limit."""
     total = counts[float("inf")]
-    p50, p99 = (next(bound for bound, count in counts.items() if count >= share * total) for share in (0.5, 0.99))
+    p50, p99 = (next(bound for bound in sorted(counts) if counts[bound] >= share * total) for share in (0.5, 0.99))
     share = counts[REFUSAL_LIMIT_S] / max(total, 1.0)
     return f"at most {p50 * 1e3:g} / {p99 * 1e3:g} ms of {total:.0f}; {share:.2%} within {REFUSAL_LIMIT_S * 1e3:g} ms"
 
 
 async def measure(
-    running: Cluster, operators: str, up: int, seconds: float, smalls: Sequence[str], share: float, prompts: Lengths
+    running: Cluster,
+    operators: str,
+    up: int,
+    seconds: float,
+    rounds: int,
+    smalls: Sequence[str],
+    share: float,
+    prompts: Lengths,
 ) -> tuple[list[list[str]], str]:
     """The rows of the report and the table of processor times. `share`: of the peak, for each of `smalls`."""
-    pids, windows = processes(operators, up), dict[str, Window]()
+    pids, windows, p99s = processes(operators, up), dict[str, Window](), list[dict[str, float]]()
 
-    async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0) -> None:
+    async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0, turn: int = 0) -> None:
+        known = windows.setdefault(name, Window(name))
         before = {kind: processor_s(of_kind) for kind, of_kind in pids.items()}
-        load, begun, idle = Load(running.url, name, prompts), time.monotonic(), idle_s()
+        load, begun, idle = Load(running.url, name, prompts, turn), time.monotonic(), idle_s()
         if closed:
             await load.closed(HEAVY, closed, window_s)
         await asyncio.gather(*(load.open(tenant, per_s, window_s) for tenant, per_s in loads))
-        used_s = {kind: processor_s(of_kind) - before[kind] for kind, of_kind in pids.items()}
-        available_s = (time.monotonic() - begun) * (os.cpu_count() or 1)
-        windows[name] = Window(load, window_s, begun, used_s, (idle_s() - idle) / available_s)
+        for kind, of_kind in pids.items():
+            known.used_s[kind] += processor_s(of_kind) - before[kind]
+        known.host_s += (time.monotonic() - begun) * (os.cpu_count() or 1)
+        known.idle_s += idle_s() - idle
+        known.seconds += window_s
+        known.answers += load.answers
+        known.in_time += sum(a.status == 200 and a.ended_at <= begun + window_s for a in load.answers)
+        if turn:
+            p99s[turn - 1][name] = shown(load.answers, small=True, refused=False)[1]
         await asyncio.sleep(1.0)
 
     await window("warm", seconds / 6, closed=4)
     await window("peak", seconds / 3, closed=CLIENTS)
     peak = windows["peak"].served_per_s
     if not peak:
-        raise SystemExit(f"no request was served: {Counter(a.status for a in windows['peak'].load.answers)}")
+        raise SystemExit(f"no request was served: {Counter(a.status for a in windows['peak'].answers)}")
     of_smalls = [(tenant, share * peak) for tenant in smalls]
-    await window("alone", seconds, *of_smalls)
-    await window("tenfold", seconds, *of_smalls, (HEAVY, TENFOLD * share * peak))
-    refused, stalls = scrape(operators)
-    await window("both", seconds, *of_smalls, (HEAVY, (OVERLOAD - len(smalls) * share) * peak))
-    refused_after, stalls_after = scrape(operators)
-    goodput, both = windows["both"].served_per_s, windows["both"].load.answers
+    refused, stalls = defaultdict[float, float](float), 0.0
+    for turn in range(1, rounds + 1):
+        p99s.append({})
+        await window("alone", seconds, *of_smalls, turn=turn)
+        await window("tenfold", seconds, *of_smalls, (HEAVY, TENFOLD * share * peak), turn=turn)
+        before, stalls_before = scrape(operators)
+        await window("both", seconds, *of_smalls, (HEAVY, (OVERLOAD - len(smalls) * share) * peak), turn=turn)
+        after, stalls_after = scrape(operators)
+        for bound in after:
+            refused[bound] += after[bound] - before[bound]
+        stalls += stalls_after - stalls_before
+    goodput, both = windows["both"].served_per_s, windows["both"].answers
     logged = next(running.run_dir.rglob("coordinator.log")).read_text(errors="replace")
     statuses = Counter((a.tenant != HEAVY, a.status) for a in both)
     beside = ("alone", "tenfold", "both")
-    times = {name: shown(windows[name].load.answers, small=True, refused=False) for name in beside}
+    times = {name: shown(windows[name].answers, small=True, refused=False) for name in beside}
     ratios = {name: f"p99 {times[name][1] / max(times['alone'][1], 1e-9):.2f} times" for name in beside}
+    each = [" / ".join(f"{p99[name] * 1e3:.0f}" for name in beside) for p99 in p99s]
     rows = [
         ["peak, closed loop", f"{peak:.1f} requests/s", ""],
         [f"served at {OVERLOAD:g} times the peak", f"{goodput:.1f} requests/s", f"{goodput / peak:.0%} of the peak"],
-        ["time to a refusal at the coordinator, p50 / p99", within(refused, refused_after), "bar: 50 ms"],
-        ["its event loop blocked for over 50 ms", f"{stalls_after - stalls:.0f} times", ""],
+        ["time to a refusal at the coordinator, p50 / p99", within(refused), "bar: 50 ms"],
+        ["its event loop blocked for over 50 ms", f"{stalls:.0f} times", ""],
         ["the same at the client", shown(both, small=False, refused=True)[0], ""],
         ["small tenants alone: TTFT p50 / p99", times["alone"][0], ""],
         [f"beside one at {TENFOLD:g} times the load of each", times["tenfold"][0], ratios["tenfold"]],
         [f"beside one with which {OVERLOAD:g} times the peak arrives", times["both"][0], ratios["both"]],
+        ["p99 by round: alone / tenfold / both, ms", ", ".join(each), ""],
         *([f"at the coordinator: {name}", *at_the_coordinator(logged, name)] for name in beside),
         ["answers by status, small", str({s: n for (small, s), n in sorted(statuses.items()) if small}), ""],
         ["answers by status, heavy", str({s: n for (small, s), n in sorted(statuses.items()) if not small}), ""],
@@ -329,7 +350,8 @@ async def measure(
 
 def main() -> None:
     options = parser(__doc__, "tenants.md")
-    options.add_argument("--seconds", type=float, default=60.0, help="of the last window")
+    options.add_argument("--seconds", type=float, default=60.0, help="of each window")
+    options.add_argument("--rounds", type=int, default=1, help="of the three windows in turns")
     options.add_argument("--quota", type=float, default=0.0, help="of a core, for each worker; 0: no limit")
     options.add_argument("--small", type=int, default=2, help="tenants beside the heavy one")
     options.add_argument("--share", type=float, default=0.05, help="of the peak, for each small tenant")
@@ -357,13 +379,12 @@ def main() -> None:
             known = json.loads((running.run_dir / "cluster.json").read_text())
             workers = get_cluster(known["admin"]).workers
             with quotas(workers, given.quota) if given.quota else contextlib.nullcontext():
-                rows, costs = asyncio.run(
-                    measure(running, known["admin"], known["pid"], given.seconds, smalls, given.share, given.prompts)
-                )
+                windows = given.seconds, given.rounds, smalls, given.share, given.prompts
+                rows, costs = asyncio.run(measure(running, known["admin"], known["pid"], *windows))
     what = (
         f"One prefill and one decode worker, built-in model without a draft; prompts of {given.prompts} random tokens,"
         f" {OUTPUT_TOKENS} tokens out; {given.small} small tenants, each with {given.share:g} of the peak; a queue of"
-        f" {QUEUE} requests, {given.seconds:g} s of overload"
+        f" {QUEUE} requests, {given.seconds:g} s of overload in each of {given.rounds} rounds"
         + (f"; each worker with {given.quota:g} of a core." if given.quota else ".")
     )
     report(
