@@ -36,7 +36,7 @@ from coordinator.policy.overtaking import Closed, Lack
 from coordinator.policy.pick import WithTokens, pick_by_turn, pick_decode, pick_prefill
 from coordinator.policy.pool import ANY_ROOM, BACKLOG_STEPS, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
-from coordinator.policy.split import STREAM_WEIGHT, Decision, PromptAt, Split, decide
+from coordinator.policy.split import STREAM_WEIGHT, Decision, PromptAt, Split, StreamRate, decide
 from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerClass, WorkerTable, continues
 
@@ -66,7 +66,7 @@ class Dispatcher:
         self.admitted = self.refused = 0  # counters: choices, those refused because the queue is too long
         self.admitted_tokens = self.admitted_tokens_squared = 0  # of the prompts of requests
         self.several_tenants = False  # each may fill only half of what the others leave of the queue
-        self.drain_rate = DrainRate()
+        self.drain_rate, self.stream_rate = DrainRate(), StreamRate()
         self._running: Counter[str] = Counter()  # choices at workers, by key
         self.running: Counter[str] = Counter()  # the same by tenant
         self._blocked: dict[WorkerClass, Closed] = {}  # as of the last `place`
@@ -257,11 +257,12 @@ class Dispatcher:
         """Queues an accepted choice, regardless of the limits."""
         self._queue.add(choice)
 
-    def measure(self, placed: Iterable[Choice], now: float) -> None:
-        """Measures the rate at which the queue drains, after each `place`."""
+    def measure(self, placed: Collection[Choice], now: float) -> None:
+        """Measures the rates at which the queue drains and streams begin, after each `place`."""
         tokens = sum(choice.request.num_prefill_tokens for choice in placed)
         waits = bool(self._queue.size and self._blocked)  # not while a role is missing
         self.drain_rate.update(now, tokens, waits=waits)
+        self.stream_rate.observe(sum(choice.needs_decode for choice in placed), now)
 
     # Placement.
 
@@ -607,7 +608,8 @@ class Dispatcher:
         ready, queued = sum(w.ready for w in each.prefill.workers), self._queue.size - 1
         stream_s = self.expectation.mean_tokens * at_decode.step_s
         prices = _prompt_at(*prefill, tenant, at_prefill), _prompt_at(*alone, tenant, at_decode)
-        return decide(*prices, hand_over_s, queued, ready, decode.running, stream_s, self.stream_weight)
+        per_s = self.stream_rate.per_s / max(sum(w.ready for w in each.decode.workers), 1)
+        return decide(*prices, hand_over_s, queued, ready, decode.running, stream_s, self.stream_weight, per_s)
 
 
 def _prompt_at(worker: Worker, tokens: int, tenant: str, cost: PromptCost) -> PromptAt:

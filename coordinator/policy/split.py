@@ -6,7 +6,8 @@ itself waits until its second token can be computed, and what others wait becaus
     apart      backlog and prompt at the prefill worker's rate, then the part of the hand-over that the computation does
                not hide; each request in the queue waits for the prompt's share of the prefill workers
     on decode  backlog and prompt at the decode worker's rate, and one step of its streams per chunk; each stream there
-               waits for the prompt, which counts `stream_weight` times for each per cent of its time that it waits
+               waits for the prompt, and as many as arrive at the rate of now wait for half of it on average, which
+               counts `stream_weight` times for each per cent of their time that they wait
 
 A prompt goes where the sum is lower. So an idle decode worker, a cached prefix or a short prompt saves the hand-over,
 and a decode worker with streams does not compute what a prefill worker can soon. How long one step of the streams may
@@ -15,6 +16,7 @@ become is no matter of this choice: the decode worker limits the prompt tokens o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +27,8 @@ Split = Literal["always", "auto", "never"]
 STREAM_WEIGHT = 1.0
 """What a second that a stream waits counts for each per cent of the stream's time, in seconds that a request waits for
 its first token, unless configured. With less, streams of `auto` are slower than those of `always` (decision 0034)."""
+RATE_S = 10.0
+"""With 5 s to 30 s the decisions are as good (decision 0034)."""
 _DECAY = 0.95
 _FEWEST = 4.0
 
@@ -79,24 +83,43 @@ def decide(
     streams: int,
     stream_s: float,
     stream_weight: float = STREAM_WEIGHT,
+    streams_per_s: float = 0.0,
 ) -> Decision:
     """Returns where a prompt is computed. `queued` requests wait in the queue for `prefill_workers`, and `streams` are
-    generated at the decode worker, each for `stream_s` from its first token to its last if it does not wait."""
+    generated at the decode worker, each for `stream_s` from its first token to its last if it does not wait;
+    `streams_per_s` more arrive there."""
     apart_others_s = queued * apart.own_s / max(prefill_workers, 1)
     waits_s = on_decode.own_s
-    percent = 100 * waits_s / (waits_s + stream_s) if waits_s else 0.0
-    decode_others_s = stream_weight * percent * streams * waits_s
+    more = streams_per_s * waits_s  # on average they arrive when half of the prompt is computed
+    felt_s = streams * _felt_s(waits_s, stream_s) + more * _felt_s(waits_s / 2, stream_s)
+    decode_others_s = stream_weight * felt_s
     apart_s = apart.compute_s + hand_over_s + apart_others_s
     on_decode_s = on_decode.compute_s + decode_others_s
     there = on_decode_s < apart_s
     reason = (
         f"{'on decode' if there else 'apart'}: {on_decode.worker} {_seconds(on_decode_s)}"
         f" ({on_decode.tokens} tokens after {on_decode.backlog} at {_rate(on_decode.cost)},"
-        f" {streams} streams wait, which counts {_seconds(decode_others_s)}); {apart.worker} {_seconds(apart_s)}"
-        f" ({apart.tokens} tokens after {apart.backlog} at {_rate(apart.cost)}, hand-over {_seconds(hand_over_s)},"
-        f" {queued} queued wait {_seconds(apart_others_s)})"
+        f" {streams} streams and {more:.1f} to come wait, which counts {_seconds(decode_others_s)});"
+        f" {apart.worker} {_seconds(apart_s)} ({apart.tokens} tokens after {apart.backlog} at {_rate(apart.cost)},"
+        f" hand-over {_seconds(hand_over_s)}, {queued} queued wait {_seconds(apart_others_s)})"
     )
     return Decision(there, reason, apart_s, on_decode_s, hand_over_s, apart_others_s, decode_others_s)
+
+
+def _felt_s(waits_s: float, stream_s: float) -> float:
+    """Returns what it counts that a stream of `stream_s` waits: each second of it as many as per cent of its time."""
+    return 100 * waits_s / (waits_s + stream_s) * waits_s if waits_s else 0.0
+
+
+class StreamRate:
+    """How many streams begin per second: an average over RATE_S, in which older ones count less."""
+
+    def __init__(self) -> None:
+        self.per_s = self._at = 0.0
+
+    def observe(self, streams: int, now: float) -> None:
+        self.per_s = self.per_s * math.exp((self._at - now) / RATE_S) + streams / RATE_S
+        self._at = now
 
 
 class HandOverCost:

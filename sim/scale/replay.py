@@ -248,7 +248,9 @@ class Replay:
 
     def _place(self) -> None:
         while self.dispatcher.num_queued:
-            for choice in self.dispatcher.place():
+            placed = self.dispatcher.place()
+            self.dispatcher.measure(placed, self.loop.now)
+            for choice in placed:
                 job = self._jobs[choice.request.request_id]
                 choice.enter(Stage.PREFILL, self.loop.now)  # `place` has counted it
                 job.times.placed_at = self.loop.now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from baton.core.events import KVCacheEvents, Load, PromptCost, SequenceEnded, St
 from baton.core.request import SamplingParams, SequenceId, TokenLogprob
 from baton.runtime.config import CoordinatorOptions
 from coordinator.policy.choice import Rescheduled, Stage, StartPrefill
-from coordinator.policy.split import STREAM_WEIGHT, HandOverCost, PromptAt, decide
+from coordinator.policy.split import RATE_S, STREAM_WEIGHT, HandOverCost, PromptAt, StreamRate, decide
 from coordinator.policy.timeline import timeline
 from coordinator.policy.workers import WorkerTable
 from tests.coordinator.test_policy_requests import Drive
@@ -65,10 +66,45 @@ def test_a_stream_that_waits_counts_by_the_share_of_its_time() -> None:
     assert CoordinatorOptions().stream_weight == STREAM_WEIGHT, "as the simulator has it"
 
 
+def test_streams_that_arrive_while_the_prompt_is_computed_wait_for_half_of_it() -> None:
+    """An idle decode worker that receives streams all the time is not idle for long."""
+    idle = decide(at(500, 200), at(400), 0.0, 0, 2, 0, stream_s=0.6)
+    assert idle.on_decode and idle.decode_others_s == 0.0
+    busy = decide(at(500, 200), at(400), 0.0, 0, 2, 0, stream_s=0.6, streams_per_s=10.0)
+    assert busy.decode_others_s == pytest.approx(10.0 * 0.4 * 25 * 0.2), "each for 25 per cent of its time"
+    assert not busy.on_decode and " 0 streams and 4.0 to come wait" in busy.reason
+
+
+def test_the_rate_of_streams_follows_them_and_their_end() -> None:
+    rate = StreamRate()
+    for step in range(400):
+        rate.observe(step % 2, step * 0.25)
+    assert rate.per_s == pytest.approx(2.0, rel=0.05)
+    rate.observe(0, 100.0 + RATE_S)
+    assert rate.per_s == pytest.approx(2.0 / math.e, rel=0.05)
+
+
+def test_an_idle_decode_worker_computes_no_prompts_while_streams_begin_all_the_time() -> None:
+    p, on_decode = placing("auto", "p0", "d0"), list[bool]()
+    for each in p.table.classes:
+        each.hand_over_cost.observe(40, 0.05)
+    for number in range(200):
+        p.submit(make_choice(f"r{number}", 40, 50))
+        placed = p.dispatcher.place()
+        p.dispatcher.measure(placed, 100.0 + number * 0.02)
+        on_decode.append(placed[0].on_decode)
+        p.finish(f"r{number}")
+    assert on_decode[0] and not on_decode[-1]
+    p.dispatcher.measure([], 200.0)
+    p.submit(make_choice("later", 40, 50))
+    assert p.place() == [Placement("later", "d0")]
+
+
 def test_reason_has_the_numbers() -> None:
     decision = decide(at(400, 100), at(20, 3, SLOW), 0.012, 4, 2, 5, 0.36)
     assert decision.reason == (
-        "apart: d0 2056.0 ms (20 tokens after 3 at 500 tokens/s, 5 streams wait, which counts 2000.0 ms);"
+        "apart: d0 2056.0 ms (20 tokens after 3 at 500 tokens/s, 5 streams and 0.0 to come wait, which counts"
+        " 2000.0 ms);"
         " p0 1312.0 ms (400 tokens after 100 at 1000 tokens/s, hand-over 12.0 ms, 4 queued wait 800.0 ms)"
     )
 

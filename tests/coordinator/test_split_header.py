@@ -15,7 +15,7 @@ from coordinator.submission import Delta
 from tests.coordinator.test_recent import TIMES
 from tests.support.fake_generator import FakeGenerator, reply
 
-REASON = "on decode: d0 4.0 ms (4 tokens after 0 at 1000 tokens/s, 0 streams wait 0.0 ms); p0 9.0 ms"
+REASON = "on decode: d0 4.0 ms (4 tokens after 0 at 1000 tokens/s, 0 streams and 0.0 to come wait); p0 9.0 ms"
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2, 3]},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
