@@ -19,8 +19,8 @@ from decode.anti_starvation import (
     throttled,
 )
 from decode.speculation.step_cost import StepModel
-from sim.decode_pool import COSTS, FAST, Stream, drive, half_pool
 from tests.support.builders import make_request
+from tests.support.decode_pool import COSTS, FAST, Stream, drive, half_pool
 
 
 @pytest.mark.parametrize(("count", "most_s", "most_recomputed"), [(8, 5.6, 1_600), (16, 6.7, 2_600), (32, 9.9, 3_300)])

@@ -10,9 +10,9 @@ import pytest
 
 from baton.core.sequence import Sequence, State
 from decode.speculation.acceptance import AcceptanceEstimates
-from sim.drafting import Prices, serve
 from tests.support.accepted_drafts import GREEDY, WARM, bits
 from tests.support.builders import make_request
+from tests.support.drafting import Prices, serve
 
 SERVED = Prices()
 ALONE = Prices(around_s=0.1e-3)  # scheduler and engine, nothing around them
