@@ -26,7 +26,7 @@ from decode.handover import (
     EndedByCoordinator,
     Event,
     GivenUp,
-    HandOver,
+    IncomingHandOver,
     KVComplete,
     LinkEnded,
     OfferAccepted,
@@ -77,7 +77,7 @@ class HandOvers:
         except BatonError as e:
             return [Reply(peer, Refuse(sequence_id, e.tier_code, e.message))]
         self.deadlines.add(sequence_id, now + offer.request.deadline_s)
-        sequence.hand_over = HandOver(sequence_id, self.destination, self.counters)
+        sequence.hand_over = IncomingHandOver(sequence_id, self.destination, self.counters)
         return self.on(OfferAccepted(peer, sequence), now)
 
     def check(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> None:
@@ -119,7 +119,7 @@ class HandOvers:
             self.scheduler.abort(sequence_id)  # its prompt is computed here: there is no hand-over to end
             return [Dropped(sequence_id, event.reason)]
         if over is None:
-            over = HandOver(sequence_id, self.destination, self.counters)
+            over = IncomingHandOver(sequence_id, self.destination, self.counters)
         actions: list[Action] = []
         for action in over.on(event, now):
             match action:
@@ -148,10 +148,10 @@ class HandOvers:
         lost = [over.sequence_id for over in self._all() if over.peer is peer]
         return [action for sequence_id in lost for action in self.on(LinkEnded(sequence_id, reason), now)]
 
-    def _all(self) -> Iterator[HandOver]:
+    def _all(self) -> Iterator[IncomingHandOver]:
         return (over for sequence in self.scheduler.sequences.values() if (over := _hand_over(sequence)) is not None)
 
 
-def _hand_over(sequence: Sequence) -> HandOver | None:
+def _hand_over(sequence: Sequence) -> IncomingHandOver | None:
     """None for a sequence whose prompt is computed here."""
-    return sequence.hand_over if isinstance(sequence.hand_over, HandOver) else None
+    return sequence.hand_over if isinstance(sequence.hand_over, IncomingHandOver) else None

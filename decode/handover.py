@@ -262,7 +262,7 @@ class ReceiveCounters:
 
 
 @dataclass(slots=True, eq=False)
-class HandOver:
+class IncomingHandOver:
     """The hand-over of one sequence into this worker; without `sequence` and `peer` while the worker has none."""
 
     sequence_id: SequenceId
@@ -288,7 +288,7 @@ class HandOver:
         return handle(TABLE, self, event, now)
 
     def __repr__(self) -> str:
-        return f"<HandOver {self.sequence_id} {self.state.value}, writing on {len(self.writing)} edges>"
+        return f"<IncomingHandOver {self.sequence_id} {self.state.value}, writing on {len(self.writing)} edges>"
 
     def _accepted(self, event: OfferAccepted, now: float) -> list[OwnAction | Action]:
         self.state, self.sequence, self.peer = ReceiveStage.RECEIVING, event.sequence, event.peer
@@ -496,35 +496,37 @@ def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
 
 
 TABLE: Table = {
-    (ReceiveStage.ABSENT, OfferAccepted): to(HandOver._accepted, ReceiveStage.RECEIVING),
+    (ReceiveStage.ABSENT, OfferAccepted): to(IncomingHandOver._accepted, ReceiveStage.RECEIVING),
     # A peer may announce chunks, and abort, before it receives our refusal or abort.
-    (ReceiveStage.ABSENT, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (ReceiveStage.ABSENT, ChunkRejected): to(HandOver._rejected),
-    (ReceiveStage.ABSENT, AbortedByPeer): to(HandOver._aborted_before_offer),
-    (ReceiveStage.RECEIVING, ChunkAnnounced): to(HandOver._announced, ReceiveStage.CLOSING, ReceiveStage.ENDED),
-    (ReceiveStage.RECEIVING, ChunkRejected): to(HandOver._rejected, ReceiveStage.CLOSING, ReceiveStage.ENDED),
-    (ReceiveStage.RECEIVING, ChunkReceived): to(HandOver._received, ReceiveStage.RECEIVED),
-    (ReceiveStage.RECEIVING, ReceiveFailed): to(HandOver._receive_failed, ReceiveStage.CLOSING, ReceiveStage.ENDED),
-    (ReceiveStage.RECEIVING, AbortedByPeer): to(HandOver._aborted, ReceiveStage.CLOSING, ReceiveStage.ENDED),
-    (ReceiveStage.RECEIVING, LinkEnded): to(HandOver._link_ended, ReceiveStage.CLOSING, ReceiveStage.ENDED),
-    (ReceiveStage.RECEIVING, EndedByCoordinator): to(HandOver._ended, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.ABSENT, ChunkAnnounced): to(IncomingHandOver._announced_in_vain),
+    (ReceiveStage.ABSENT, ChunkRejected): to(IncomingHandOver._rejected),
+    (ReceiveStage.ABSENT, AbortedByPeer): to(IncomingHandOver._aborted_before_offer),
+    (ReceiveStage.RECEIVING, ChunkAnnounced): to(IncomingHandOver._announced, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, ChunkRejected): to(IncomingHandOver._rejected, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, ChunkReceived): to(IncomingHandOver._received, ReceiveStage.RECEIVED),
+    (ReceiveStage.RECEIVING, ReceiveFailed): to(
+        IncomingHandOver._receive_failed, ReceiveStage.CLOSING, ReceiveStage.ENDED
+    ),
+    (ReceiveStage.RECEIVING, AbortedByPeer): to(IncomingHandOver._aborted, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, LinkEnded): to(IncomingHandOver._link_ended, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, EndedByCoordinator): to(IncomingHandOver._ended, ReceiveStage.CLOSING, ReceiveStage.ENDED),
     # The refusal follows when the last receive has ended.
-    (ReceiveStage.CLOSING, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (ReceiveStage.CLOSING, ChunkRejected): to(HandOver._rejected),
-    (ReceiveStage.CLOSING, ChunkReceived): to(HandOver._received_in_vain, ReceiveStage.ENDED),
-    (ReceiveStage.CLOSING, ReceiveFailed): to(HandOver._receive_failed_in_vain, ReceiveStage.ENDED),
-    (ReceiveStage.CLOSING, AbortedByPeer): to(HandOver._aborted_again),
+    (ReceiveStage.CLOSING, ChunkAnnounced): to(IncomingHandOver._announced_in_vain),
+    (ReceiveStage.CLOSING, ChunkRejected): to(IncomingHandOver._rejected),
+    (ReceiveStage.CLOSING, ChunkReceived): to(IncomingHandOver._received_in_vain, ReceiveStage.ENDED),
+    (ReceiveStage.CLOSING, ReceiveFailed): to(IncomingHandOver._receive_failed_in_vain, ReceiveStage.ENDED),
+    (ReceiveStage.CLOSING, AbortedByPeer): to(IncomingHandOver._aborted_again),
     (ReceiveStage.CLOSING, LinkEnded): to(ignore),
     (ReceiveStage.CLOSING, EndedByCoordinator): to(ignore),
     # The link and the peer may end, and the peer may have missed the last Ack.
-    (ReceiveStage.RECEIVED, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (ReceiveStage.RECEIVED, ChunkRejected): to(HandOver._rejected),
-    (ReceiveStage.RECEIVED, AbortedByPeer): to(HandOver._aborted_after_kv, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVED, ChunkAnnounced): to(IncomingHandOver._announced_in_vain),
+    (ReceiveStage.RECEIVED, ChunkRejected): to(IncomingHandOver._rejected),
+    (ReceiveStage.RECEIVED, AbortedByPeer): to(IncomingHandOver._aborted_after_kv, ReceiveStage.ENDED),
     (ReceiveStage.RECEIVED, LinkEnded): to(ignore),
-    (ReceiveStage.RECEIVED, EndedByCoordinator): to(HandOver._ended_after_kv, ReceiveStage.ENDED),
-    (ReceiveStage.ENDED, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (ReceiveStage.ENDED, ChunkRejected): to(HandOver._rejected),
-    (ReceiveStage.ENDED, AbortedByPeer): to(HandOver._aborted_again),
+    (ReceiveStage.RECEIVED, EndedByCoordinator): to(IncomingHandOver._ended_after_kv, ReceiveStage.ENDED),
+    (ReceiveStage.ENDED, ChunkAnnounced): to(IncomingHandOver._announced_in_vain),
+    (ReceiveStage.ENDED, ChunkRejected): to(IncomingHandOver._rejected),
+    (ReceiveStage.ENDED, AbortedByPeer): to(IncomingHandOver._aborted_again),
     (ReceiveStage.ENDED, LinkEnded): to(ignore),
     (ReceiveStage.ENDED, EndedByCoordinator): to(ignore),
 }

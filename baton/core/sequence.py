@@ -107,7 +107,8 @@ class Sequence:
     # Columns before this one may begin before what was received in groups with a window.
     first_whole: int = 0
 
-    # The worker's end of its hand-over: prefill.handover.HandOver or decode.handover.HandOver, known to the tier alone.
+    # The worker's end of its hand-over, known to the tier alone: `prefill.handover.HandOver` or
+    # `decode.handover.IncomingHandOver`.
     hand_over: object = None
 
     # On a prefill worker. Whether its blocks are pinned for a hand-over.

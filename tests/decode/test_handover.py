@@ -29,7 +29,7 @@ from decode.handover import (
     Ended,
     EndedByCoordinator,
     Event,
-    HandOver,
+    IncomingHandOver,
     LinkEnded,
     OfferAccepted,
     Peer,
@@ -222,13 +222,13 @@ def test_abort_of_a_sequence_whose_end_is_reported_reports_nothing() -> None:
     assert not kit.scheduler.num_sequences
 
 
-def in_stage(stage: ReceiveStage) -> tuple[Kit, HandOver]:
+def in_stage(stage: ReceiveStage) -> tuple[Kit, IncomingHandOver]:
     kit = Kit()
     if stage is ReceiveStage.ABSENT:
-        return kit, HandOver(R, kit.machine.destination, kit.machine.counters)
+        return kit, IncomingHandOver(R, kit.machine.destination, kit.machine.counters)
     kit.offer()
     over = kit.scheduler.sequences[R].hand_over
-    assert isinstance(over, HandOver)
+    assert isinstance(over, IncomingHandOver)
     if stage in (ReceiveStage.RECEIVING, ReceiveStage.CLOSING):
         kit.announce(kit.chunk(FIRST))
     if stage is ReceiveStage.RECEIVED:
