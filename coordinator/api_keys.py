@@ -31,6 +31,8 @@ MAX_LABELLED_TENANTS = 100
 """Each has several time series."""
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+"""A bearer token (RFC 6750, b64token): anything else in a file is not meant as a key, JSON for example."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LIMITS = tuple(f.name for f in fields(KeyLimits))
 _MOST = 10**12
@@ -143,9 +145,9 @@ def _of_file(path: str) -> dict[bytes, Client]:
 def _digest(key: str, where: str) -> bytes:
     if digest := _DIGEST.fullmatch(key):
         return bytes.fromhex(digest[1])
-    if len(key) < MIN_CHARS or key.startswith("sha256:"):
-        rule = f"a key of at least {MIN_CHARS} characters, or sha256: followed by 64 hex digits"
-        raise StartupError(f"{where}: must be {rule}")
+    if len(key) < MIN_CHARS or not _KEY.fullmatch(key):
+        characters = f"{MIN_CHARS} characters of A-Z a-z 0-9 . _ ~ + / -, with = only at its end"
+        raise StartupError(f"{where}: must be a key of at least {characters}, or sha256: followed by 64 hex digits")
     return hashlib.sha256(key.encode()).digest()
 
 
