@@ -150,7 +150,7 @@ class Supervised:
         """Starts the next run. A failure to start (a full process table, a log that cannot be opened) may be transient,
         and the other members keep serving: once this member has joined, the failure is only logged and retried."""
         try:
-            self.start("restart")
+            self.start("restart" if self._started_at else "")  # the first run may begin late, as the load grows
         except StartupError as error:
             if not self._policy.ever_joined:
                 raise

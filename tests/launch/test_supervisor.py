@@ -19,18 +19,26 @@ from launch.console import Console
 from launch.supervisor import RETRY_S, Backoff, MemberFailed, RestartPolicy, Signals, Supervised
 
 
+def not_started(where: Path, code: int, first_s: float = 0.0) -> Supervised:
+    spec = ChildSpec("m", (sys.executable, "-c", f"raise SystemExit({code})"), where / "m.log")
+    return Supervised("m", lambda: spec, Console(), Backoff(first_s, longest_s=first_s))
+
+
+def until_it_ends(member: Supervised) -> None:
+    deadline = time.monotonic() + 30.0
+    while member.child is not None:
+        assert time.monotonic() < deadline
+        member.tick()
+        time.sleep(0.01)
+
+
 def member(where: Path, code: int, *, joins: bool, first_s: float = 0.0) -> Supervised:
     """A member whose first incarnation has ended with `code`, as the supervisor has detected."""
-    spec = ChildSpec("m", (sys.executable, "-c", f"raise SystemExit({code})"), where / "m.log")
-    made = Supervised("m", lambda: spec, Console(), Backoff(first_s, longest_s=first_s))
+    made = not_started(where, code, first_s)
     made.start()
     if joins:
         made.mark_joined("joined")
-    deadline = time.monotonic() + 30.0
-    while made.child is not None:
-        assert time.monotonic() < deadline
-        made.tick()
-        time.sleep(0.01)
+    until_it_ends(made)
     return made
 
 
@@ -48,6 +56,19 @@ def test_member_that_failed_is_restarted(tmp_path: Path) -> None:
     dead.tick()
     assert dead.child is not None
     dead.child.kill(0)
+
+
+def test_the_first_run_of_a_member_that_was_retired_is_no_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = not_started(tmp_path, 0)
+    for restarts in (False, True):
+        made.retire()
+        made.return_to_work()
+        shown = capsys.readouterr().out
+        assert "starting" in shown and ("restart" in shown) == restarts
+        made.retire()
+        until_it_ends(made)
 
 
 def test_exit_with_0_before_joining_does_not_count_as_leaving(tmp_path: Path) -> None:
