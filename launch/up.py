@@ -156,6 +156,8 @@ def autoscale_policy(config: UpConfig, plan: Plan, nodes: frozenset[str]) -> Pol
     for worker in plan.topology.workers:
         everywhere[worker.role] += 1
         elsewhere[worker.role] += not nodes.issuperset(worker.nodes)
+    if not everywhere["prefill"]:
+        raise StartupError("--autoscale needs prefill workers: prompts that decode workers compute are not counted")
     least = {role: min(number, max(config.autoscale_min, elsewhere[role])) for role, number in everywhere.items()}
     policy = Policy(
         *(slo, kind, kind),

@@ -36,7 +36,7 @@ from sim.stats import Slo
     help="Workers of each role that are kept; 0: none while idle.",
 )
 @click.option(
-    "--max-prefill", type=click.IntRange(1, MOST_WORKERS), default=16, show_default=True, help="Prefill workers."
+    "--max-prefill", type=click.IntRange(0, MOST_WORKERS), default=16, show_default=True, help="Prefill workers."
 )
 @click.option(
     "--max-decode",
@@ -102,6 +102,10 @@ def autoscale_command(
     `baton up --autoscale` starts and drains them itself."""
     if slo is None:
         raise StartupError("--slo is required, for example --slo ttft=1,tpot=50ms")
+    if not max_prefill:
+        raise StartupError(
+            "--max-prefill 0: prompts that decode workers compute are not counted, prefill workers are needed"
+        )
     kind = read_calibration(calibration)
     limit = Size(max_prefill, max_decode)
     for option, largest in (("--max-prefill", max_prefill), ("--max-decode", max_decode)):

@@ -14,6 +14,7 @@ from baton.core.commands import Role
 from baton.core.errors import StartupError
 from launch.kubernetes.config import KubernetesConfig
 from launch.kubernetes.pods import PodPool
+from launch.topology import ROLES
 
 RATE_WINDOW = "5m"
 """Over which the cost of a prompt is averaged."""
@@ -26,7 +27,10 @@ def highest(config: KubernetesConfig, role: Role) -> int:
 
 def check_scaling(config: KubernetesConfig, pools: Sequence[PodPool]) -> None:
     """Raises StartupError if a limit is less than a pool's number of workers, or for several pools, each of which would
-    do all the work of their role."""
+    do all the work of their role. Also for a role without a pool, whose limit would be ignored."""
+    for role in ROLES:
+        if highest(config, role) and role not in {pool.role for pool in pools}:
+            raise StartupError(f"--{role}-max {highest(config, role)}: the topology has no {role} worker")
     for pool in pools:
         limit = highest(config, pool.role)
         flag = f"--{pool.role}-max {limit}"

@@ -239,6 +239,7 @@ def test_a_dry_run_prints_each_decision_with_its_numbers(tmp_path: Path) -> None
         (["--slo", "ttft=1", "--rate", "1"], "--trace and --rate need --dry-run"),
         (["--rate", "1", "--dry-run"], "--slo is required"),
         (["--slo", "ttft=1", "--listen", "x"], "--listen"),
+        (["--slo", "ttft=1", "--max-prefill", "0"], "--max-prefill 0: prompts that decode workers compute are not"),
         (["--slo", "ttft=1", "--min", "3", "--max-prefill", "2"], "--min 3 is above --max-prefill 2"),
         (["--slo", "ttft=1", "--min", "3", "--max-decode", "2"], "--min 3 is above --max-decode 2"),
         (["--slo", "ttft=1", "--dry-run"], "give either --trace or --rate"),
@@ -311,6 +312,7 @@ def test_up_scales_between_the_least_and_what_the_cluster_names(tmp_path: Path) 
     [
         ({"autoscale_min": 0}, r"--autoscale-min 0: requests wait 30 s \(--hold-s\), a worker starts in 85 s"),
         ({"autoscale_slo": "ttft=x"}, "--autoscale-slo ttft=x"),
+        ({"prefill": 0}, "--autoscale needs prefill workers"),
         ({"autoscale": "/nowhere.json"}, r"--autoscale /nowhere.json: No such file"),
     ],
 )

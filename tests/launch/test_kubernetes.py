@@ -376,6 +376,7 @@ def test_other_checksums_are_a_rollout(emit: Callable[..., list[Table]]) -> None
         (("--prometheus", "a:9090"), ("", ""), "--prometheus must be a URL"),
         (("--decode-max", "1"), ("", ""), "--decode-max 1 is less than the 2 decode workers"),
         (("--decode-max", "4"), ("base_port = 9200", "max_running = 8"), "only one pool of a role can be scaled"),
+        (("--decode-max", "4"), ("[[decode]]", "[[prefill]]"), "--decode-max 4: the topology has no decode worker"),
         ((), ('model = "/models/m"', ""), "'model' is missing"),
     ],
 )
