@@ -158,7 +158,11 @@ def autoscale_policy(config: UpConfig, plan: Plan, nodes: frozenset[str]) -> Pol
         elsewhere[worker.role] += not nodes.issuperset(worker.nodes)
     if not everywhere["prefill"]:
         raise StartupError("--autoscale needs prefill workers: prompts that decode workers compute are not counted")
-    least = {role: min(number, max(config.autoscale_min, elsewhere[role])) for role, number in everywhere.items()}
+    for role, number in everywhere.items():
+        if config.autoscale_min > number:
+            there = f"the {number} {role} workers of the topology" if config.topology else f"--{role} {number}"
+            raise StartupError(f"--autoscale-min {config.autoscale_min} is above {there}")
+    least = {role: max(config.autoscale_min, elsewhere[role]) for role in everywhere}
     policy = Policy(
         *(slo, kind, kind),
         Size(least.get("prefill", 0), least.get("decode", 0)),
