@@ -142,6 +142,8 @@ def autoscale_policy(config: UpConfig, plan: Plan, nodes: frozenset[str]) -> Pol
         StartupError: an option is wrong, the coordinator runs elsewhere, or requests would not wait long enough.
     """
     if not config.autoscale:
+        if given := [name for name in differences(config) if name in _AUTOSCALE]:
+            raise StartupError(f"--{given[0].replace('_', '-')} has no effect without --autoscale")
         return None
     from launch.capacity.command import read_calibration
 

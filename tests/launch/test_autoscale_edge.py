@@ -315,6 +315,7 @@ def test_up_scales_between_the_least_and_what_the_cluster_names(tmp_path: Path) 
         ({"prefill": 0}, "--autoscale needs prefill workers"),
         ({"prefill": 2, "decode": 3, "autoscale_min": 3}, "--autoscale-min 3 is above --prefill 2"),
         ({"prefill": 3, "decode": 2, "autoscale_min": 3}, "--autoscale-min 3 is above --decode 2"),
+        ({"autoscale": "", "autoscale_slo": "ttft=x"}, "--autoscale-slo has no effect without --autoscale"),
         ({"autoscale": "/nowhere.json"}, r"--autoscale /nowhere.json: No such file"),
     ],
 )
