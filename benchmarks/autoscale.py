@@ -270,8 +270,8 @@ def with_size(size: Size, rows: Sequence[TraceRow], slo: Slo, span: Span) -> tup
     around = [row for row in rows if span[0] - AROUND_S <= row.at_s < span[1] + AROUND_S]
     with watched(*fixed_flags(size), workers=size.prefill + size.decode) as (url, _):
         records = replayed(url, around)
-    others = len(rows) - len(around)
-    return (share_in_time(records, slo) * len(around) + others) / len(rows), sum(bool(r.error) for r in records)
+    outside = len(rows) - len(around)
+    return (share_in_time(records, slo) * len(around) + outside) / len(rows), sum(bool(r.error) for r in records)
 
 
 def fixed_flags(size: Size) -> list[str]:
@@ -285,8 +285,8 @@ def hours_of(size: Size, span: Span) -> float:
 def predicted(kind: Calibration, rows: Sequence[TraceRow], slo: Slo, span: Span) -> list[list[str]]:
     """Returns the rows that the simulator predicts."""
     policy = Policy(slo, kind, kind, Size(1, 1), LARGEST, down_s=DOWN_S)
-    most = LARGEST.prefill + LARGEST.decode
-    made = dry_run(policy, rows, shape(kind, 1, 1, most), every_s=EVERY_S)
+    workers = LARGEST.prefill + LARGEST.decode
+    made = dry_run(policy, rows, shape(kind, 1, 1, workers), every_s=EVERY_S)
     turns = round(made.reversals_per_hour * (rows[-1].at_s - rows[0].at_s) / 3600)
     cells = [str(largest_of(made)), f"{made.met_ttft:.1%}"]
     cells.append(f"{made.warm_met_ttft:.1%} of {made.warm_requests / len(rows):.0%}")

@@ -238,11 +238,11 @@ def readers(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
         return "read"
 
     pause_s = PATIENCE_S - 5.0
-    found = {name: lambda f=fields: reads(pause_s, post(ignore_eos=True, **f)) for name, fields in UNREAD.items()}
-    found["a call that nobody reads"] = lambda: reads(pause_s, post(**LEFT | {"max_tokens": 1500}))
-    found["leaves its stream"] = lambda: reads(0.0, post(**LEFT | {"max_tokens": 1}))
-    found["leaves what it pipelined"] = lambda: reads(0.0, post(**PIPELINED))
-    return found
+    clients = {name: lambda f=fields: reads(pause_s, post(ignore_eos=True, **f)) for name, fields in UNREAD.items()}
+    clients["a call that nobody reads"] = lambda: reads(pause_s, post(**LEFT | {"max_tokens": 1500}))
+    clients["leaves its stream"] = lambda: reads(0.0, post(**LEFT | {"max_tokens": 1}))
+    clients["leaves what it pipelined"] = lambda: reads(0.0, post(**PIPELINED))
+    return clients
 
 
 def kinds(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
@@ -340,7 +340,7 @@ def state(url: str, coordinator: int) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/workers", timeout=10) as answer:
         known = json.loads(answer.read())
     pages = int(Path(f"/proc/{coordinator}/statm").read_text().split()[1])
-    found = {
+    counts = {
         "requests": known["coordinator"]["requests"],
         "tasks": known["coordinator"]["tasks"],
         "open files": len(os.listdir(f"/proc/{coordinator}/fd")),
@@ -349,8 +349,8 @@ def state(url: str, coordinator: int) -> dict[str, float]:
     for worker in known["workers"]:
         for name in ("sequences", "running", "blocks_reserved"):
             if name in worker:
-                found[f"{worker['id']} {name}"] = worker[name]
-    return found
+                counts[f"{worker['id']} {name}"] = worker[name]
+    return counts
 
 
 def grown(before: dict[str, float]) -> dict[str, float]:
@@ -374,10 +374,10 @@ def idle_class() -> None:
 
 
 @contextlib.contextmanager
-def others(what: str, ports: Ports, ended: dict[str, Counter[str]], idle: bool) -> Any:
+def other_clients(kind: str, ports: Ports, ended: dict[str, Counter[str]], idle: bool) -> Any:
     """Runs a process of other clients, `kinds` or `readers`, in the idle class if `idle`; counts in `ended` how their
     attempts ended."""
-    command = [sys.executable, __file__, f"--{what}", json.dumps([ports.http, ports.grpc, ports.control])]
+    command = [sys.executable, __file__, f"--{kind}", json.dumps([ports.http, ports.grpc, ports.control])]
     with tempfile.TemporaryFile("w+") as lines:
         process = subprocess.Popen(command, stdout=lines, cwd=ROOT, preexec_fn=idle_class if idle else None)
         try:
@@ -386,7 +386,7 @@ def others(what: str, ports: Ports, ended: dict[str, Counter[str]], idle: bool) 
                 time.sleep(0.05)  # while it loads its libraries
             yield
             if process.poll() is not None:
-                raise SystemExit(f"{what}: the process ended with {process.returncode}")
+                raise SystemExit(f"{kind}: the process ended with {process.returncode}")
         finally:
             process.kill()
             process.wait()
@@ -425,31 +425,31 @@ def run(seconds: float, directory: Path, *, idle: bool = True) -> Found:
                 for pid in Path(f"/proc/{cluster.pid}/task/{cluster.pid}/children").read_text().split()
                 if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
             )
-            found = Found()
-            asyncio.run(good_streams(url, 3.0, 1, found.failed))
-            found.before, _ = until_back(url, coordinator, grown(state(url, coordinator)) | {"requests": 0})
-            with others("kinds", ports, {}, idle):
+            outcome = Found()
+            asyncio.run(good_streams(url, 3.0, 1, outcome.failed))
+            outcome.before, _ = until_back(url, coordinator, grown(state(url, coordinator)) | {"requests": 0})
+            with other_clients("kinds", ports, {}, idle):
                 time.sleep(max(WARM_UP_S, min(seconds / 10, 60.0)))
-            after, _ = until_back(url, coordinator, grown(found.before))
-            found.before |= {name: after[name] for name in GROW_ONCE}
+            after, _ = until_back(url, coordinator, grown(outcome.before))
+            outcome.before |= {name: after[name] for name in GROW_ONCE}
             rounds = max(1, round(seconds / ROUND_S))
             each_s = seconds / rounds
             calm_s = min(CALM_S, each_s)
             for number in range(rounds):
                 seed = 3 * number + 2
-                found.calm.append(asyncio.run(good_streams(url, calm_s, seed, found.failed)))
-                with others("readers", ports, {}, idle):
-                    found.asked.append(asyncio.run(good_streams(url, calm_s, seed + 1, found.failed)))
-                with others("kinds", ports, found.ended, idle):
-                    found.beside.append(asyncio.run(good_streams(url, each_s, seed + 2, found.failed)))
-            found.after, found.left = until_back(url, coordinator, found.before)
-            return found
+                outcome.calm.append(asyncio.run(good_streams(url, calm_s, seed, outcome.failed)))
+                with other_clients("readers", ports, {}, idle):
+                    outcome.asked.append(asyncio.run(good_streams(url, calm_s, seed + 1, outcome.failed)))
+                with other_clients("kinds", ports, outcome.ended, idle):
+                    outcome.beside.append(asyncio.run(good_streams(url, each_s, seed + 2, outcome.failed)))
+            outcome.after, outcome.left = until_back(url, coordinator, outcome.before)
+            return outcome
         finally:
             cluster.send_signal(signal.SIGINT)
             cluster.wait(40)
 
 
-def report(found: Found, seconds: float) -> str:
+def report(outcome: Found, seconds: float) -> str:
     lines = [
         "# Good streams beside bad clients",
         "",
@@ -461,26 +461,26 @@ def report(found: Found, seconds: float) -> str:
         "| | gaps | p50 | p99 | longest |",
         "|---|---|---|---|---|",
     ]
-    windows = (("alone", found.calm), ("beside readers", found.asked), ("beside bad clients", found.beside))
+    windows = (("alone", outcome.calm), ("beside readers", outcome.asked), ("beside bad clients", outcome.beside))
     for name, rounds in windows:
         gaps = sorted(gap for gaps in rounds for gap in gaps)
         p50, p99, worst = (percentile(gaps, p) * 1e3 for p in (50, 99, 100))
         lines.append(f"| {name} | {len(gaps):,} | {p50:.1f} ms | {p99:.1f} ms | {worst:.1f} ms |")
-    alone, asked = found.ratios(found.calm), found.ratios(found.asked)
+    alone, asked = outcome.ratios(outcome.calm), outcome.ratios(outcome.asked)
     lines += [
         "",
         f"p99 beside bad clients, round by round: {alone[0]:.2f} to {alone[-1]:.2f} times that alone, median"
         f" {median(alone):.2f} (bar: 1.5), and {asked[0]:.2f} to {asked[-1]:.2f} times that beside readers, who ask for"
-        f" the same tokens, median {median(asked):.2f}. Good requests that failed: {len(found.failed)}.",
+        f" the same tokens, median {median(asked):.2f}. Good requests that failed: {len(outcome.failed)}.",
         "",
     ]
     lines += ["| bad client | how its attempts ended |", "|---|---|"]
-    for name, counts in found.ended.items():
+    for name, counts in outcome.ended.items():
         lines.append(f"| {name} | {', '.join(f'{count} {how}' for how, count in counts.most_common())} |")
     lines += ["", "| | before | after |", "|---|---|---|"]
-    for name, value in found.after.items():
-        lines.append(f"| {name} | {found.before.get(name, 0):,.0f} | {value:,.0f} |")
-    lines += ["", f"Left behind: {'; '.join(found.left) or 'nothing'}.", ""]
+    for name, value in outcome.after.items():
+        lines.append(f"| {name} | {outcome.before.get(name, 0):,.0f} | {value:,.0f} |")
+    lines += ["", f"Left behind: {'; '.join(outcome.left) or 'nothing'}.", ""]
     return "\n".join(lines)
 
 
@@ -496,11 +496,11 @@ def main() -> int:
             asyncio.run(attack(attempts(Ports(*map(tuple, json.loads(text))))))
             return 0
     with tempfile.TemporaryDirectory() as directory:
-        found = run(arguments.seconds, Path(directory) / "run")
-    text = report(found, arguments.seconds)
+        outcome = run(arguments.seconds, Path(directory) / "run")
+    text = report(outcome, arguments.seconds)
     arguments.out.write_text(text)
     print(text)
-    return 1 if found.left or found.failed else 0
+    return 1 if outcome.left or outcome.failed else 0
 
 
 if __name__ == "__main__":

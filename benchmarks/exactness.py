@@ -84,15 +84,15 @@ def compare(reference: list[Completion], variant: list[Completion], skip: int = 
     """`variant` begins at output token `skip` of the reference."""
     gaps = []
     edges = 0
-    for expected, found in zip(reference, variant, strict=True):
-        for index, token in enumerate(found.tokens):
+    for expected, actual in zip(reference, variant, strict=True):
+        for index, token in enumerate(actual.tokens):
             other = expected.tokens[skip + index]
             if token != other:
-                mine, theirs = found.kept[index], expected.kept[skip + index]
+                mine, theirs = actual.kept[index], expected.kept[skip + index]
                 if mine is not None and theirs is not None and (other not in mine or token not in theirs):
                     edges += 1
                 else:
-                    gaps.append(max(expected.gaps[skip + index], found.gaps[index]))
+                    gaps.append(max(expected.gaps[skip + index], actual.gaps[index]))
                 break
     return Difference(len(reference) - len(gaps) - edges, gaps, edges)
 
@@ -127,27 +127,28 @@ def measure(runner: Runner, texts: list[list[int]], sampling: SamplingParams, le
         "alone, chunks of 16": lambda: completions(runner, jobs(16), 1, seed=3),
         "prompt's KV by 1-token rows": lambda: completions(runner, jobs(1), 8, seed=5),
     }
-    found = {}
+    differences = {}
     for name, compute in variants.items():
-        found[name] = compare(reference, compute())
-        print(f"  {name}: {found[name].identical} of {len(texts)} identical", flush=True)
+        differences[name] = compare(reference, compute())
+        print(f"  {name}: {differences[name].identical} of {len(texts)} identical", flush=True)
     half = length // 2
     resumed = [
         Job(text + done.tokens[:half], length - half, params[index], resumed=half)
         for index, (text, done) in enumerate(zip(texts, reference, strict=True))
     ]
-    found[f"resumed at token {half}: KV by one long row"] = compare(
+    differences[f"resumed at token {half}: KV by one long row"] = compare(
         reference, completions(runner, resumed, 1, seed=6), half
     )
-    return found
+    return differences
 
 
 def rows(results: dict[str, dict[str, Difference]], count: int) -> Iterator[list[str]]:
     for sampling, variants in results.items():
-        for name, found in variants.items():
-            figures = [f"{statistics.median(found.gaps):.4f}", f"{max(found.gaps):.4f}"] if found.gaps else ["–", "–"]
-            same, edges = f"{found.identical} of {count}", str(found.edges)
-            yield [sampling, name, same, str(len(found.gaps)), *figures, edges]
+        for name, difference in variants.items():
+            gaps = difference.gaps
+            figures = [f"{statistics.median(gaps):.4f}", f"{max(gaps):.4f}"] if gaps else ["–", "–"]
+            same, edges = f"{difference.identical} of {count}", str(difference.edges)
+            yield [sampling, name, same, str(len(gaps)), *figures, edges]
 
 
 def main() -> int:
@@ -171,10 +172,10 @@ def main() -> int:
     for name, sampling in SAMPLINGS.items():
         print(name, flush=True)
         results[name] = measure(runner, texts, sampling, arguments.tokens)
-    found = [difference for variants in results.values() for difference in variants.values()]
-    gaps = [gap for difference in found for gap in difference.gaps]
-    identical, over = sum(difference.identical for difference in found), sum(gap >= LIMIT for gap in gaps)
-    what = (
+    differences = [difference for variants in results.values() for difference in variants.values()]
+    gaps = [gap for difference in differences for gap in difference.gaps]
+    identical, over = sum(difference.identical for difference in differences), sum(gap >= LIMIT for gap in gaps)
+    setting = (
         f"Model: {arguments.model.name}, digest {runner.facts.model_digest}. {count} completions of"
         f" {arguments.tokens} tokens,"
         " prompts of 16 to 400 tokens of Python source, EOS ignored. Reference: each alone, its prompt in one row."
@@ -185,12 +186,12 @@ def main() -> int:
         "one of the two tokens was cut by top_p in the other run."
     )
     names = ("sampling", "computed", "identical", "near ties", "median gap", "largest gap", "edges of top_p")
-    total = f"{identical} of {count * len(found)} runs identical; {over} of {len(gaps)} gaps are {LIMIT} or more."
+    total = f"{identical} of {count * len(differences)} runs identical; {over} of {len(gaps)} gaps are {LIMIT} or more."
     title = f"Does output change with batching? ({'float32, exact mode' if arguments.exact else runner.dtype_name})"
     output = arguments.output or RESULTS / f"exactness-{'exact' if arguments.exact else dtype}.md"
     about = f"{arguments.threads} thread(s)."
-    report(output, title, what, gap, table(names, rows(results, count)), total, about=about)
-    return int(over > 0 or (arguments.exact and identical < count * len(found)))
+    report(output, title, setting, gap, table(names, rows(results, count)), total, about=about)
+    return int(over > 0 or (arguments.exact and identical < count * len(differences)))
 
 
 if __name__ == "__main__":

@@ -218,9 +218,9 @@ async def clients(url: str, streams: int) -> None:
             if not times:
                 opened += 1
             seconds, nanoseconds = struct.unpack("qq", control[0][2])
-            found = data.count(token)
-            count += found
-            times.extend([seconds + nanoseconds / 1e9] * found)
+            received = data.count(token)
+            count += received
+            times.extend([seconds + nanoseconds / 1e9] * received)
 
         loop.add_reader(sock, readable)
         await ended.wait()
@@ -265,15 +265,15 @@ def pauses(core: int) -> tuple[float, float]:
     """The share of time for which a loop on `core` is paused, and its longest pause in seconds."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
-    found = [0.0]
+    gaps = [0.0]
     begin = last = time.perf_counter()
     while last - begin < PAUSES_S:
         now = time.perf_counter()
         if now - last > PAUSE_S:
-            found.append(now - last)
+            gaps.append(now - last)
         last = now
     os.sched_setaffinity(0, allowed)
-    return sum(found) / PAUSES_S, max(found)
+    return sum(gaps) / PAUSES_S, max(gaps)
 
 
 def model_directory(directory: Path) -> Path:
@@ -301,7 +301,7 @@ def measure(
 ) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     own = [sys.executable, __file__, "--tree", str(tree)]
-    first, *rest = sorted(os.sched_getaffinity(0))
+    first, *other_cores = sorted(os.sched_getaffinity(0))
     paused, longest = pauses(first)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         ready = Path(directory) / "ready.json"
@@ -341,7 +341,7 @@ def measure(
         decoders = -(-streams // streams_each)
         stub = start(
             [*own, "--stubs", addresses["control"], model, str(step_ms / 1e3), str(decoders)],
-            rest or [first],
+            other_cores or [first],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -351,7 +351,7 @@ def measure(
             time.sleep(0.05)
         reader = start(
             ["nice", "-n", "19", *own, "--clients", addresses["http"], str(streams)],
-            rest or [first],
+            other_cores or [first],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -429,11 +429,11 @@ def main() -> None:
                 continue
             for _ in range(options.turns):
                 for name, tree in trees.items():
-                    found = measure(tree, streams, options.streams_each, streams / rate * 1e3, options.profile)
-                    line = f"| {streams:,} | {rate:,.0f} | {name} | {found['per_s']:,.0f} | {found['share']:.2f} "
-                    line += f"| {found['per_core']:,.0f} | {found['us']:.1f} "
-                    line += f"| {found['p50_ms']:.1f}, {found['p95_ms']:.1f}, {found['p99_ms']:.1f} "
-                    line += f"| {found['mib']:.0f} | {found['paused']:.2%}, {found['longest_ms']:.1f} ms |"
+                    figures = measure(tree, streams, options.streams_each, streams / rate * 1e3, options.profile)
+                    line = f"| {streams:,} | {rate:,.0f} | {name} | {figures['per_s']:,.0f} | {figures['share']:.2f} "
+                    line += f"| {figures['per_core']:,.0f} | {figures['us']:.1f} "
+                    line += f"| {figures['p50_ms']:.1f}, {figures['p95_ms']:.1f}, {figures['p99_ms']:.1f} "
+                    line += f"| {figures['mib']:.0f} | {figures['paused']:.2%}, {figures['longest_ms']:.1f} ms |"
                     lines.append(line)
                     print(lines[-1], flush=True)
     today = datetime.date.today().isoformat()

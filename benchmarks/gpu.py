@@ -72,7 +72,7 @@ class Part:
     `or_ipc`: it can use IPC instead. `quiet`: kernels are no longer compiled beside it, since it measures the host."""
 
     name: str
-    what: str
+    about: str
     limit_s: int
     rehearsal_s: int = 120
     nccl: bool = False
@@ -168,7 +168,7 @@ class Report:
 class Ended:
     """How a run of a part ended. `bars`: its rows of the table of bars."""
 
-    found: str = "ok"
+    outcome: str = "ok"
     cuda_error: bool = False
     bars: list[dict[str, str]] = field(default_factory=list)
 
@@ -181,11 +181,11 @@ def run_part(part: Part, report: Report, environment: Mapping[str, str], limit_s
     )
     ended = Ended()
     try:
-        ended.found = _follow(process, report, started + limit_s, ended)
+        ended.outcome = _follow(process, report, started + limit_s, ended)
     finally:
         end_group(process)
     took_s = time.monotonic() - started
-    report.line(f"\npart {part.name}: **{ended.found}** after {took_s:.1f} s (limit {limit_s:.0f} s)")
+    report.line(f"\npart {part.name}: **{ended.outcome}** after {took_s:.1f} s (limit {limit_s:.0f} s)")
     return ended
 
 
@@ -253,7 +253,7 @@ class Run:
 
     def part(self, part: Part) -> None:
         limit_s = (part.rehearsal_s if self._rehearsal else part.limit_s) * self._factor
-        self._report.line(f"\n## {part.name}\n\n{part.what}\n")
+        self._report.line(f"\n## {part.name}\n\n{part.about}\n")
         environment = dict(self._environment)
         if part.nccl and self._no_nccl:
             if not part.or_ipc:
@@ -263,12 +263,12 @@ class Run:
             self._report.line(f"over IPC: {self._no_nccl}\n")
             environment[EDGE_KIND] = "ipc"
         ended = self._run(part, environment, limit_s)
-        if ended is not None and ended.found != "ok" and ended.cuda_error:
+        if ended is not None and ended.outcome != "ok" and ended.cuda_error:
             self._report.line("\nonce more, with CUDA_LAUNCH_BLOCKING=1:\n")
             again = self._run(part, {**environment, "CUDA_LAUNCH_BLOCKING": "1"}, limit_s)
             if again is not None:
-                self.results[part.name] = f"{ended.found}; with CUDA_LAUNCH_BLOCKING=1: {again.found}"
-        if part.nccl and EDGE_KIND not in environment and ended is not None and ended.found != "ok":
+                self.results[part.name] = f"{ended.outcome}; with CUDA_LAUNCH_BLOCKING=1: {again.outcome}"
+        if part.nccl and EDGE_KIND not in environment and ended is not None and ended.outcome != "ok":
             self._no_nccl = f"NCCL failed in {part.name}"
 
     def _run(self, part: Part, environment: Mapping[str, str], limit_s: float) -> Ended | None:
@@ -278,7 +278,7 @@ class Run:
             self.results.setdefault(part.name, "not run: no time was left")
             return None
         ended = run_part(part, self._report, environment, min(limit_s, left_s))
-        self.results[part.name] = ended.found
+        self.results[part.name] = ended.outcome
         self.bars |= {bar["name"]: bar for bar in ended.bars}
         return ended
 
@@ -335,13 +335,13 @@ def prepare(target: Path, python: str) -> None:
 def download(wheels: Path, python: str) -> None:
     text = (ROOT / "constraints.txt").read_text()
     pinned = {re.sub(r"[-_.]+", "-", n.lower()): v for n, v in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
-    wanted = [f"{name}=={pinned[re.sub(r'[-_.]+', '-', name.lower())]}" for name in WHEELS]
+    requirements = [f"{name}=={pinned[re.sub(r'[-_.]+', '-', name.lower())]}" for name in WHEELS]
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
     named = (*platforms, "manylinux2014_x86_64", "manylinux1_x86_64")
     flags = ["--python-version", python, "--implementation", "cp", *(f"--platform={name}" for name in named)]
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-    subprocess.run([*pip, *flags, "-d", str(wheels), *wanted], check=True)
-    print(f"{len(wanted)} wheels for Python {python}")
+    subprocess.run([*pip, *flags, "-d", str(wheels), *requirements], check=True)
+    print(f"{len(requirements)} wheels for Python {python}")
 
 
 def report_path(rehearse: bool, parts: list[str] | None) -> Path:

@@ -97,12 +97,12 @@ class Bench:
             time.sleep(0.1)
         computed = self._since("prefill-0", "chunk_computed", began)
         sent = self._since("prefill-0", "chunk_sent", began)
-        (begun,) = self._since("decode-0", "decode_begin", began)
-        name = begun["sequence"]
+        (first_step,) = self._since("decode-0", "decode_begin", began)
+        name = first_step["sequence"]
         (end,) = (e["t"] for e in computed if e["last"] and e["sequence"] == name)
         mine = [e for e in sent if e["sequence"] == name]
         size, last = sum(e["bytes"] for e in mine), mine[-1]
-        return Sample(times[32], times[1], begun["t"] - end, size, last["bytes"], last["layers"][0] > 0)
+        return Sample(times[32], times[1], first_step["t"] - end, size, last["bytes"], last["layers"][0] > 0)
 
     def _ttft(self, prompt: list[int], max_tokens: int) -> float:
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
@@ -143,11 +143,11 @@ def rows(results: list[tuple[int, list[Sample]]]) -> Iterator[list[str]]:
         rate = statistics.median(s.link for s in samples)
         cost, bar = statistics.median(s.handover_s for s in samples), SHARE * last / rate + FIXED_S
         ttft, alone = (statistics.median(getattr(s, name) for s in samples) for name in ("ttft_s", "alone_s"))
-        most = 1.08 if length <= 512 else 1.05
+        limit = 1.08 if length <= 512 else 1.05
         in_two = f"{sum(s.early for s in samples)} of {len(samples)}"
         sizes = [str(length), f"{size / 1e6:.1f} MB", f"{last / 1e6:.1f} MB", in_two, f"{rate / 1e9:.2f} GB/s"]
         costs = [f"{cost * 1e3:.1f} ms", f"{bar * 1e3:.1f} ms {_met(cost, bar)}"]
-        ratio = [f"{ttft / alone:.3f}", f"{most} {_met(ttft / alone, most)}"]
+        ratio = [f"{ttft / alone:.3f}", f"{limit} {_met(ttft / alone, limit)}"]
         yield [*sizes, *costs, f"{ttft * 1e3:.0f} ms", f"{alone * 1e3:.0f} ms", *ratio]
 
 
@@ -174,13 +174,13 @@ def main() -> None:
         "bar",
     ]
     shown = table(names, rows(measure(arguments.prompts, arguments.times)))
-    what = (
+    setting = (
         "135 M shape, bf16 where the processor has it; one prefill and one decode worker here, one core and\n"
         f"thread each; medians of {arguments.times}. Hand-over: from the end of prefill compute to the first decode\n"
         "step. Bars: at most 1.3 x (bytes of the last chunk / bandwidth of a bare edge) + 10 ms; TTFT at most 1.05 x\n"
         "that of prefill alone (1.08 at 512), where prefill alone is the same with `max_tokens` 1, in turns."
     )
-    report(arguments.out, "Hand-over: what moving the KV costs", what, shown)
+    report(arguments.out, "Hand-over: what moving the KV costs", setting, shown)
 
 
 if __name__ == "__main__":

@@ -126,12 +126,12 @@ class CompilingDriver:
 
 
 @contextlib.contextmanager
-def compiling(arch: int, found: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Makes launches compile for `arch`; calls `found` with the kernel and its compiled form at each launch."""
+def compiling(arch: int, on_compiled: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Makes launches compile for `arch`; calls `on_compiled` with the kernel and its compiled form at each launch."""
     launch = JITFunction.run
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
-        found(self, launch(self, *arguments, grid=grid, warmup=True, **named))
+        on_compiled(self, launch(self, *arguments, grid=grid, warmup=True, **named))
 
     driver.set_active(CompilingDriver(arch))
     JITFunction.run = run
@@ -283,11 +283,11 @@ def assembled(ptx: str) -> tuple[int, int]:
         source.write_text(ptx)
         command = [str(ptxas), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(source.with_suffix(".cubin"))]
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"Used (\d+) registers", ran.stderr)
+    registers = re.search(r"Used (\d+) registers", ran.stderr)
     spills = re.findall(r"(\d+) bytes spill", ran.stderr)
-    if found is None:
+    if registers is None:
         raise SystemExit(f"ptxas says nothing of registers: {ran.stderr}")
-    return int(found[1]), sum(map(int, spills))
+    return int(registers[1]), sum(map(int, spills))
 
 
 def main() -> None:
@@ -302,31 +302,31 @@ def main() -> None:
     if not out.parent.is_dir():
         options.error(f"--out: there is no folder {out.parent}")
     models = [model for model in MODELS if arguments.only is None or model.name in arguments.only]
-    found = []
+    compiled = []
     for model in models:
         for arch in arguments.arch:
             for variant in variants(model, arch):
-                found.append(variant)
+                compiled.append(variant)
                 if arguments.json:
                     print(json.dumps(asdict(variant)), flush=True)
     if not arguments.json:
-        write(out, found)
+        write(out, compiled)
 
 
-def write(out: Path, found: list[Variant]) -> None:
-    what = (
+def write(out: Path, compiled: list[Variant]) -> None:
+    setting = (
         "Every variant that serving a model compiles, over contexts from 1 to 131,072 tokens, steps of 1 to 256 rows,\n"
         "launched and captured. Spills in bytes a thread, shared memory in bytes a program."
     )
     parts = []
-    for model in dict.fromkeys(variant.model for variant in found):
-        mine = sorted((v for v in found if v.model == model), key=lambda v: (v.kernel, v.constants, v.arch))
+    for model in dict.fromkeys(variant.model for variant in compiled):
+        mine = sorted((v for v in compiled if v.model == model), key=lambda v: (v.kernel, v.constants, v.arch))
         numbers = [(v.arch, v.warps, v.registers, v.spill_bytes, v.shared_bytes) for v in mine]
         rows = [[v.kernel, *map(str, of), v.constants] for v, of in zip(mine, numbers, strict=True)]
         names = ("kernel", "sm", "warps", "registers", "spills", "shared", "constants")
         parts.append(f"## {model}\n\n{table(names, rows)}")
     about = f"Triton {triton.__version__}, torch {torch.__version__}."
-    report(out, "Triton kernels, compiled without a device", what, *parts, about=about)
+    report(out, "Triton kernels, compiled without a device", setting, *parts, about=about)
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def beside(url: str, streams: int, every_s: float, left_out: set[str]) -> tuple[
     ) as other:
         time.sleep(LOAD_S)
         gaps = asyncio.run(window(url, streams))
-        said, _ = other.communicate(timeout=60)
-    each_s, wrong = json.loads(said)
+        output, _ = other.communicate(timeout=60)
+    each_s, wrong = json.loads(output)
     return gaps, each_s, wrong
 
 
@@ -147,9 +147,9 @@ def main() -> None:
                     if how == ALONE:
                         gaps = asyncio.run(window(url, arguments.streams))
                     else:
-                        gaps, each_s, found = beside(url, arguments.streams, every_s[how], left_out)
+                        gaps, each_s, failures = beside(url, arguments.streams, every_s[how], left_out)
                         rates[how].append(each_s)
-                        wrong |= set(found)
+                        wrong |= set(failures)
                     p99[how] = percentile(sorted(gaps), 99) * 1e3
                 rows.append(f"| {turn + 1} | {p99[ALONE]:.2f} ")
                 for how, found_ratios in ratios.items():

@@ -98,13 +98,13 @@ def processor_s(pid: int) -> tuple[int, float]:
 
 def routes(events: Path) -> dict[str, set[str]]:
     """The workers of each request, from the event logs of the prefill workers."""
-    found: dict[str, set[str]] = {}
+    workers: dict[str, set[str]] = {}
     for log in events.glob("prefill-*.events.jsonl"):
         for event in map(json.loads, (line for line in log.read_text().splitlines() if line.endswith("}"))):
             if event["kind"] == "offer":
                 name = event["sequence"][0].partition("-")[0]  # the coordinator appends a unique suffix
-                found.setdefault(name, set()).update((log.name.partition(".")[0], event["to"]))
-    return found
+                workers.setdefault(name, set()).update((log.name.partition(".")[0], event["to"]))
+    return workers
 
 
 async def one(url: str, events: Path, victim: str, streams: int, window_s: float) -> Run:
@@ -194,14 +194,14 @@ def main() -> None:
                 print(f"turn {number + 1}, {kind}{which}: {results[which][kind][-1]}", flush=True)
     names = ["who died", "ITL p99 before", "after", "longest gap after", "beside the same turn's run of nobody", "runs"]
     names += ["beside the window before", "back within the window", "processor time", "bar"]
-    what = (
+    setting = (
         f"Two prefill and two decode workers, built-in model without a draft, {given.streams} streams a pair; the\n"
         "client runs on the same cores. ITL p99 of the streams on the other decode worker, in the"
         f" {given.window_s:g} s before and after;\nmedians of {given.runs} turns, of the ratios too. Bar: at most {BAR}"
         " beside the run of the same turn in which nobody died."
     )
     title = "Neighbours: what the death of one pair costs the other"
-    report(given.out, title, what, table(names, rows(results)), about=given.note)
+    report(given.out, title, setting, table(names, rows(results)), about=given.note)
 
 
 if __name__ == "__main__":

@@ -133,11 +133,11 @@ class Peer:
     def _closed(self, clients: int, count: int) -> Figures:
         load = self.load(512, 64)
         jobs = [(self._targets[n % len(self._targets)], load.job(n)) for n in range(count)]
-        found = numbers(self.server.run(jobs, clients))
+        measured = numbers(self.server.run(jobs, clients))
         return {
-            "TTFT p50 ms": found.ttft.p50 * 1e3,
-            "TPOT p50 ms": found.tpot.p50 * 1e3,
-            "output tokens/s": found.output_tokens_per_s,
+            "TTFT p50 ms": measured.ttft.p50 * 1e3,
+            "TPOT p50 ms": measured.tpot.p50 * 1e3,
+            "output tokens/s": measured.output_tokens_per_s,
         }
 
     async def _streams(self, duration_s: float, long_every_s: float | None) -> Figures:
@@ -163,8 +163,8 @@ class Peer:
                 *(stream(first) for first in range(4)), *(arrive(n, long_every_s or 0.0) for n in range(arrivals))
             )
         # All requests of the streams, the last of which may end after the last long prompt.
-        found = numbers(self.server.good(records))
-        figures = {"ITL p99 ms": found.itl.p99 * 1e3, "TPOT p50 ms": found.tpot.p50 * 1e3}
+        measured = numbers(self.server.good(records))
+        figures = {"ITL p99 ms": measured.itl.p99 * 1e3, "TPOT p50 ms": measured.tpot.p50 * 1e3}
         if waits:
             figures["TTFT of long prompts p50 ms"] = numbers(self.server.good(waits)).ttft.p50 * 1e3
         return figures
@@ -182,15 +182,15 @@ def parts(pairs: dict[str, list[tuple[Figures, Figures]]], other: str) -> list[s
             every = " ".join(f"{ratio:.2f}" for ratio in ratios)
             medians = [f"{statistics.median(side):.1f}" for side in (ours, theirs)]
             rows.append([work, figure, *medians, f"{middle:.2f} ({every})", f"{bar[0]} {bar[1]}" if bar else "", met])
-    found = [table(("work", "figure", "Baton", other, "ratio, median (all)", "bar", "met"), rows)]
+    texts = [table(("work", "figure", "Baton", other, "ratio, median (all)", "bar", "met"), rows)]
     if "calm" in pairs and "long" in pairs:
         for side, name in enumerate(("Baton", other)):
             calm, busy = (
                 statistics.median(run[side]["ITL p99 ms"] for run in pairs[work]) for work in ("calm", "long")
             )
             bar_text = "bar: at most 1.3" if side == 0 else ""
-            found.append(f"{name}: ITL p99 with long prompts / without = {busy / calm:.2f} {bar_text}".rstrip())
-    return found
+            texts.append(f"{name}: ITL p99 with long prompts / without = {busy / calm:.2f} {bar_text}".rstrip())
+    return texts
 
 
 def install(directory: Path) -> Path:
@@ -245,7 +245,7 @@ def beside_llama(
 ) -> list[str]:
     """The tables of some of the `WAYS` of Baton beside llama.cpp's server, for each type of the weights; long prompts
     are measured only with the first type, borrowing beside not borrowing."""
-    found = []
+    texts = []
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         for kind in kinds:
@@ -279,8 +279,8 @@ def beside_llama(
                         sides.setdefault(title, {}).setdefault(work, []).append((run[one], run[other]))
                     print(number, kind, work, *run.values(), flush=True)
             for title, measured in sides.items():
-                found += [f"## {title}", *parts(measured, title.partition(" beside ")[2])]
-    return found
+                texts += [f"## {title}", *parts(measured, title.partition(" beside ")[2])]
+    return texts
 
 
 def beside_none(number: int, works: list[str], count: int, plan: Plan, flags: list[str]) -> list[str]:
@@ -298,8 +298,8 @@ def beside_none(number: int, works: list[str], count: int, plan: Plan, flags: li
             side.measure("sixteen", replace(plan, sixteen=16))
         pairs: dict[str, list[tuple[Figures, Figures]]] = {}
         for turn, work in itertools.product(range(count), works):
-            found = {side: side.measure(work, plan) for side in by_turns(turn, sides)}
-            pairs.setdefault(work, []).append((found[sides[0]], found[sides[1]]))
+            figures = {side: side.measure(work, plan) for side in by_turns(turn, sides)}
+            pairs.setdefault(work, []).append((figures[sides[0]], figures[sides[1]]))
             print(turn, work, *pairs[work][-1], flush=True)
     return parts(pairs, NO_ADAPTER)
 
@@ -354,9 +354,9 @@ def main() -> None:
         works = arguments.only or ["single", "eight", "sixteen"]
         about = f"135 M Llama shape, {count} interleaved pairs; the client shares the cores."
         command = f"    baton up --model 135m --lora 'adapter-0=DIR ...' {' '.join(arguments.up)}".rstrip()
-        found = beside_none(arguments.adapters, works, count, plan, arguments.up)
+        texts = beside_none(arguments.adapters, works, count, plan, arguments.up)
         title = f"Requests for {arguments.adapters} LoRA adapters beside requests for none"
-        report(arguments.out or RESULTS / "peers-adapters.md", title, command, *found, about=about)
+        report(arguments.out or RESULTS / "peers-adapters.md", title, command, *texts, about=about)
         return
     about = (
         "135 M Llama shape, random bf16 weights, random token-id prompts, greedy, `ignore_eos`."
@@ -388,8 +388,8 @@ def main() -> None:
             peer.measure("eight", replace(plan, eight=8))  # warm-up: kernels, allocators, compiled shapes
         for number in range(count):
             for work in works:
-                found = {peer: peer.measure(work, plan) for peer in by_turns(number, (baton, beside_it))}
-                pairs.setdefault(work, []).append((found[baton], found[beside_it]))
+                figures = {peer: peer.measure(work, plan) for peer in by_turns(number, (baton, beside_it))}
+                pairs.setdefault(work, []).append((figures[baton], figures[beside_it]))
                 print(number, work, *pairs[work][-1], flush=True)
     out = arguments.out or RESULTS / f"peers-{other.lower()}.md"
     title = "Baton beside vLLM's CPU build" if arguments.vllm else "Baton beside an earlier commit"

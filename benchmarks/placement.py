@@ -115,8 +115,8 @@ async def joins(workers: int, tree: Path) -> float:
     command = [sys.executable, __file__, "--tree", str(tree), "--join", str(port), str(workers)]
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
-        said, _ = await asyncio.wait_for(child.communicate(), LIMIT_S)
-        return float(said)
+        output, _ = await asyncio.wait_for(child.communicate(), LIMIT_S)
+        return float(output)
     finally:
         tick.cancel()
         await server.stop(0)
@@ -138,11 +138,11 @@ async def join(port: int, count: int) -> None:
         await worker.stop()
 
 
-def one_run(tree: Path, most: int) -> list[dict[str, Any]]:
+def one_run(tree: Path, max_workers: int) -> list[dict[str, Any]]:
     return [
         {"workers": n, "own": measure(n, False), "shared": measure(n, True), "join_s": asyncio.run(joins(n, tree))}
         for n in SIZES
-        if n <= most
+        if n <= max_workers
     ]
 
 

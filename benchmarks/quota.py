@@ -135,10 +135,10 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def shape(kind: Calibration, prefill: int, decode: int, most: int = 0) -> ClusterShape:
+def shape(kind: Calibration, prefill: int, decode: int, max_workers: int = 0) -> ClusterShape:
     """Each worker has a core, as slow as its quota makes it, which its hand-overs share with its steps; the coordinator
-    and the client have the one after those of `most` workers."""
+    and the client have the one after those of `max_workers` workers."""
     workers = prefill + decode
-    most = max(most, workers)
+    max_workers = max(max_workers, workers)
     cores = tuple((number,) for number in range(workers))
-    return ClusterShape(kind, prefill, kind, decode, cores, most + 1, (most,))
+    return ClusterShape(kind, prefill, kind, decode, cores, max_workers + 1, (max_workers,))

@@ -91,9 +91,9 @@ def main() -> None:
     options.add_argument("--note", default="", help="what else ran on the machine, for the report")
     given = options.parse_args()
     headings = ["request", "status", "processor time of the coordinator", "at the client, p50 / p99"]
-    what = f"A queue of {QUEUE} that is full; {given.count} requests of each kind, one after the other."
+    setting = f"A queue of {QUEUE} that is full; {given.count} requests of each kind, one after the other."
     rows = asyncio.run(measure(given.count))
-    report(given.out, "What a refused request costs", what, table(headings, rows), about=given.note)
+    report(given.out, "What a refused request costs", setting, table(headings, rows), about=given.note)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class Round:
 
     calibrations: dict[int, Calibration]
     numbers: dict[str, dict[str, float]]
-    others: dict[str, float]
+    other_share: dict[str, float]
 
 
 def one_round(todo: Sequence[Case], number: int, repeats: int, beside: Sequence[int], options: Sequence[str]) -> Round:
@@ -170,7 +170,7 @@ def one_round(todo: Sequence[Case], number: int, repeats: int, beside: Sequence[
                     done.numbers[case.name] = real(case, target, number)
                     own_s = own_cpu_s() - own_s
                     available_s = (time.perf_counter() - began) * cores
-                    done.others[case.name] = max(0.0, host_cpu_s() - host_s - own_s) / available_s
+                    done.other_share[case.name] = max(0.0, host_cpu_s() - host_s - own_s) / available_s
                     _print(f"{case.name}: {done.numbers[case.name]}")
     return done
 
@@ -207,7 +207,7 @@ def main() -> None:
     for case in todo:
         measured = [done.numbers[case.name] for done in rounds]
         modelled = [simulated(case, done.calibrations[case.workers]) for done in rounds]
-        others = f"{max(done.others[case.name] for done in rounds):.0%}"
+        other_share = f"{max(done.other_share[case.name] for done in rounds):.0%}"
         for stage in (*STAGES, OUTSIDE):
             a, b = (1e3 * median(each[stage] for each in many) for many in (measured, modelled))
             spent.append([case.name, stage, f"{a:.1f} ms", f"{b:.1f} ms", f"{b - a:+.1f} ms"])
@@ -219,7 +219,7 @@ def main() -> None:
             unit, scale = ("", 1.0) if name == NUMBERS[0] else (" ms", 1e3)
             met = "yes" if abs(error) <= bar(name) else "no"
             cells = [f"{a * scale:.1f}{unit}", f"{b * scale:.1f}{unit}", f"{error:+.1%}"]
-            rows.append([case.name, name, *cells, f"{bar(name):.0%}", met, f"{spread:.0%}", others])
+            rows.append([case.name, name, *cells, f"{bar(name):.0%}", met, f"{spread:.0%}", other_share])
     headings = (
         "load",
         "number",

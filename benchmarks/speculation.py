@@ -188,16 +188,16 @@ def cells(name: str, clients: int, pairs: Sequence[Pair], forced_rate: float | N
         sum(pair.num_drafted.drafted for pair in pairs),
     )
     plain, chosen = (statistics.median(getattr(pair, of).tpot_ms for pair in pairs) for of in ("plain", "num_drafted"))
-    found = [name, str(clients), f"{plain:.2f} ms", f"{chosen:.2f} ms", f"**{gain:.2f}x**"]
-    found += [f"{gains[0]:.2f}x, {gains[-1]:.2f}x", f"{accepted} of {drafted}", f"{rate:.3f}"]
-    found += [
+    row = [name, str(clients), f"{plain:.2f} ms", f"{chosen:.2f} ms", f"**{gain:.2f}x**"]
+    row += [f"{gains[0]:.2f}x, {gains[-1]:.2f}x", f"{accepted} of {drafted}", f"{rate:.3f}"]
+    row += [
         f"{fixed_gain:.2f}x (k = {fixed_length})",
         f"{ideal:.2f}x (k = {ideal_length})",
         f"**{gain / ideal:.2f}**",
     ]
     plain_ms = statistics.median(pair.plain.step_ms for pair in pairs)
     costs = [f"{dearer[k]:.2f}" if k in dearer else "" for k in pairs[0].fixed]
-    return found, [name, str(clients), f"{plain_ms:.2f} ms", *costs]
+    return row, [name, str(clients), f"{plain_ms:.2f} ms", *costs]
 
 
 def main() -> None:
@@ -236,19 +236,19 @@ def main() -> None:
                 for i, text in enumerate(chosen)
             ]
             pairs.append(measure_pair(runner, with_draft_tokens, engine, batch, by_turns(pair, arguments.lengths)))
-        found, cost = cells(name, clients, pairs, with_draft_tokens.forced_rate)
-        gained.append(found)
+        row, cost = cells(name, clients, pairs, with_draft_tokens.forced_rate)
+        gained.append(row)
         costs.append(cost)
-        print(found, cost, sep="\n", flush=True)
+        print(row, cost, sep="\n", flush=True)
     names = ["sampling", "clients", "TPOT without", "with", "gain", "worst, best pair", "accepted", "p", "best fixed"]
     steps = ["sampling", "clients", "plain step", *(f"k = {k}" for k in arguments.lengths)]
     forced = " Acceptance was forced: the output was not real." if arguments.force_acceptance >= 0 else ""
-    what = (
+    setting = (
         f"{arguments.pairs} pairs, {arguments.tokens} tokens each after prompts of up to 200. Decode alone: scheduler "
         f"and engine, no links, no event loop. Times are processor time.{forced}"
     )
     beside = "A step with k draft tokens for every client, as a multiple of one without, measured in the same runs:"
-    parts = (what, table([*names, "ideal", "gain / ideal"], gained), beside, table(steps, costs))
+    parts = (setting, table([*names, "ideal", "gain / ideal"], gained), beside, table(steps, costs))
     about = f"1 thread, bf16, kernels {runner.kernels}."
     report(arguments.output, "What speculation gains", *parts, about=about)
 

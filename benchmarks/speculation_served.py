@@ -62,11 +62,11 @@ class Row:
         gains = [b.tpot_ms / a.tpot_ms for a, b in zip(self.first, self.second, strict=True)]
         if "tokens/s" in self.name:
             gains = [a.tokens_per_s / b.tokens_per_s for a, b in zip(self.first, self.second, strict=True)]
-        ours, others = (statistics.median(f.tpot_ms for f in found) for found in (self.first, self.second))
+        ours, theirs = (statistics.median(f.tpot_ms for f in runs) for runs in (self.first, self.second))
         gain = statistics.median(gains)
         every = " ".join(f"{g:.2f}" for g in gains)
         met = "yes" if gain >= self.least else "**no**"
-        return [self.name, f"{others:.2f} ms", f"{ours:.2f} ms", f"**{gain:.2f}** ({every})", self.bar, met]
+        return [self.name, f"{theirs:.2f} ms", f"{ours:.2f} ms", f"**{gain:.2f}** ({every})", self.bar, met]
 
 
 class Client:
@@ -121,28 +121,28 @@ def main() -> None:
             client.run(server, client.jobs(4), 2, SAMPLINGS["greedy"])  # warm-up
 
         def compare(clients: int, count: int, *sides: tuple[Server, str]) -> tuple[list[Found], list[Found]]:
-            found: tuple[list[Found], list[Found]] = ([], [])
+            runs: tuple[list[Found], list[Found]] = ([], [])
             for pair in range(arguments.pairs):
                 jobs = client.jobs(count)
                 for side in by_turns(pair, (0, 1)):
                     server, sampling = sides[side]
-                    found[side].append(client.run(server, jobs, clients, SAMPLINGS[sampling]))
-            return found
+                    runs[side].append(client.run(server, jobs, clients, SAMPLINGS[sampling]))
+            return runs
 
         rows: list[Row] = []
         before = counters(drafting)
         if "one" in arguments.works:
             for sampling, least in one_bars.items():
-                found = compare(1, arguments.requests, (drafting, sampling), (plain, sampling))
-                rows.append(Row(f"1 client, {sampling}", *found, f"at least {least}", least))
+                runs = compare(1, arguments.requests, (drafting, sampling), (plain, sampling))
+                rows.append(Row(f"1 client, {sampling}", *runs, f"at least {least}", least))
         after = counters(drafting)
         if "many" in arguments.works:
-            found = compare(32, 64, (drafting, "greedy"), (plain, "greedy"))
-            rows.append(Row("32 clients, greedy, tokens/s", *found, "at least 0.97", 0.97))
+            runs = compare(32, 64, (drafting, "greedy"), (plain, "greedy"))
+            rows.append(Row("32 clients, greedy, tokens/s", *runs, "at least 0.97", 0.97))
         if "top_p" in arguments.works:
-            found = compare(8, 32, (plain, "T = 0.8, top_p 0.95"), (plain, "greedy"))
+            runs = compare(8, 32, (plain, "T = 0.8, top_p 0.95"), (plain, "greedy"))
             name = "8 clients, no draft tokens, top_p 0.95 (second) for greedy (first)"
-            rows.append(Row(name, *found, "1/1.15", 1 / 1.15))
+            rows.append(Row(name, *runs, "1/1.15", 1 / 1.15))
     made, right = (after.get(k, 0) - before.get(k, 0) for k in ("drafted_tokens", "accepted_tokens"))
     about = (
         f"{arguments.pairs} interleaved pairs, prompts of up to 200 tokens, {arguments.tokens} generated; the client"

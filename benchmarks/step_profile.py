@@ -86,7 +86,7 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
         blocks = worker.scheduler.reserve(request, 0.0).block_ids
         row = Row(request.sequence_id, 0, request.prompt, blocks, GREEDY, 1, 0)
         worker.scheduler.received(request.sequence_id, runner.step(StepPlan(0, (row,))).sampled[0][0], 0.0)
-    compute, found = StepThread(runner.step), []
+    compute, measured = StepThread(runner.step), []
     try:
         while worker.scheduler.num_sequences:
             began = time.perf_counter()
@@ -103,11 +103,11 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
             if len(plan.rows) == len(requests):
                 wake = computed - planned - outcome.elapsed_s
                 around = outcome.elapsed_s - timed.model_s
-                found.append(Parts(planned - began, wake, around, timed.model_s, ended - computed))
+                measured.append(Parts(planned - began, wake, around, timed.model_s, ended - computed))
     finally:
         compute.close()
         await worker.close()
-    return found
+    return measured
 
 
 def measure(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -> str:
@@ -125,11 +125,11 @@ def measure(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -
                 for i in range(clients)
             ]
             parts[name] += asyncio.run(steps(runner, timed, batch))
-    for name, found in parts.items():
-        ms = [1e3 * statistics.median(getattr(p, field) for p in found) for field in Parts.__dataclass_fields__]
+    for name, measured in parts.items():
+        ms = [1e3 * statistics.median(getattr(p, field) for p in measured) for field in Parts.__dataclass_fields__]
         plan, wake, around, model, events = (f"{value:.2f} ms" for value in ms)
-        whole = 1e3 * statistics.median(p.whole for p in found)
-        share = statistics.median(1 - p.model / p.whole for p in found)
+        whole = 1e3 * statistics.median(p.whole for p in measured)
+        share = statistics.median(1 - p.model / p.whole for p in measured)
         met = "yes" if share < BAR else "**no**"
         rows.append([name, f"{whole:.1f} ms", model, around, wake, plan, events, f"**{share:.1%}**", f"{BAR:.0%}", met])
     names = ("sampling", "step", "model", "batch, choosing", "waking", "planning", "events", "all but the model")
@@ -146,11 +146,11 @@ def main() -> None:
     arguments = options.parse_args()
     runner = load_runner(EngineOptions(model_dir=arguments.model, device="cpu", threads=1, kv_memory_bytes=1 << 30))
     shown = measure(runner, arguments.clients, arguments.prompt, arguments.tokens, arguments.runs)
-    what = (
+    setting = (
         f"{arguments.clients} streams of {arguments.prompt} tokens and up, one thread, {runner.dtype_name}, kernels "
         f"{runner.kernels}, no draft tokens. Medians over steps."
     )
-    report(arguments.out, "Where a decode step's time goes", what, shown)
+    report(arguments.out, "Where a decode step's time goes", setting, shown)
 
 
 if __name__ == "__main__":

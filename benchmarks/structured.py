@@ -31,7 +31,7 @@ from coordinator.structured_output import Constraint, to_grammar
 from sim.stats import percentile
 
 BAR = 1.1
-SETTLE_S, WINDOW_S, LIMIT_S = 1.0, 6.0, 120.0
+WARM_UP_S, WINDOW_S, LIMIT_S = 1.0, 6.0, 120.0
 TOGETHER = 8  # bodies that are sent at the same time
 TOKENS = 300
 PERSON = {
@@ -105,7 +105,7 @@ async def gaps(url: str, rows: int, extra: dict[str, Any]) -> list[float]:
             count = min(TOGETHER, rows - first)
             tasks += [asyncio.create_task(read(large, None)) for _ in range(count)]
             await until_running(client, tasks, 1 + first + count)
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(WARM_UP_S)
         begin = time.monotonic()
         await asyncio.sleep(WINDOW_S)
         for task in tasks:
@@ -133,12 +133,12 @@ async def until_running(client: httpx.AsyncClient, tasks: list[asyncio.Task[None
 
 def by_kind(url: str, rows: int, turns: int, extra: Mapping[str, dict[str, Any]]) -> dict[str, list[list[float]]]:
     """The gaps of each turn by kind of the rows beside the stream; `extra`: what each kind adds to their bodies."""
-    found: dict[str, list[list[float]]] = {kind: [] for kind in extra}
+    measured: dict[str, list[list[float]]] = {kind: [] for kind in extra}
     for turn in range(turns):
         for kind in by_turns(turn, extra):
-            found[kind].append(asyncio.run(gaps(url, rows, extra[kind])))
-            print(turn, kind, f"{statistics.median(found[kind][-1]) * 1e3:.2f} ms", flush=True)
-    return found
+            measured[kind].append(asyncio.run(gaps(url, rows, extra[kind])))
+            print(turn, kind, f"{statistics.median(measured[kind][-1]) * 1e3:.2f} ms", flush=True)
+    return measured
 
 
 def ratio(before: list[list[float]], after: list[list[float]]) -> float:
@@ -155,13 +155,13 @@ def main() -> None:
     with checkpoint(arguments.shape) as model:
         shown = masks(model)
         with cluster("--model", str(model), "--draft", "none") as running:
-            found = by_kind(running.url, arguments.rows, arguments.turns, EXTRA)
+            measured = by_kind(running.url, arguments.rows, arguments.turns, EXTRA)
     kinds = [
         f"- {kind}: {' '.join(f'{statistics.median(run) * 1e3:.2f}' for run in runs)} ms"
-        for kind, runs in found.items()
+        for kind, runs in measured.items()
     ]
     beside = f"Gaps of a plain stream beside {arguments.rows} rows, median of each turn:"
-    over = f"Ratio, median over turns: {ratio(*found.values()):.2f} (bar: {BAR})."
+    over = f"Ratio, median over turns: {ratio(*measured.values()):.2f} (bar: {BAR})."
     parts = ("## Masks", *shown, "## A step", beside, "\n".join(kinds), over)
     report(arguments.out, "Structured output", *parts, about=f"Shape {arguments.shape}.")
 

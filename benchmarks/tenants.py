@@ -292,17 +292,17 @@ async def measure(
     async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0, turn: int = 0) -> None:
         known = windows.setdefault(name, Window(name))
         before = {kind: processor_s(of_kind) for kind, of_kind in pids.items()}
-        load, begun, idle = Load(running.url, name, prompts, turn), time.monotonic(), idle_s()
+        load, began, idle = Load(running.url, name, prompts, turn), time.monotonic(), idle_s()
         if closed:
             await load.closed(HEAVY, closed, window_s)
         await asyncio.gather(*(load.open(tenant, per_s, window_s) for tenant, per_s in loads))
         for kind, of_kind in pids.items():
             known.used_s[kind] += processor_s(of_kind) - before[kind]
-        known.host_s += (time.monotonic() - begun) * (os.cpu_count() or 1)
+        known.host_s += (time.monotonic() - began) * (os.cpu_count() or 1)
         known.idle_s += idle_s() - idle
         known.seconds += window_s
         known.answers += load.answers
-        known.in_time += sum(a.status == 200 and a.ended_at <= begun + window_s for a in load.answers)
+        known.in_time += sum(a.status == 200 and a.ended_at <= began + window_s for a in load.answers)
         if turn:
             p99s[turn - 1][name] = shown(load.answers, small=True, refused=False)[1]
         await asyncio.sleep(1.0)
@@ -381,7 +381,7 @@ def main() -> None:
             with quotas(workers, given.quota) if given.quota else contextlib.nullcontext():
                 windows = given.seconds, given.rounds, smalls, given.share, given.prompts
                 rows, costs = asyncio.run(measure(running, known["admin"], known["pid"], *windows))
-    what = (
+    setting = (
         f"One prefill and one decode worker, built-in model without a draft; prompts of {given.prompts} random tokens,"
         f" {OUTPUT_TOKENS} tokens out; {given.small} small tenants, each with {given.share:g} of the peak; a queue of"
         f" {QUEUE} requests, {given.seconds:g} s of overload in each of {given.rounds} rounds"
@@ -390,7 +390,7 @@ def main() -> None:
     report(
         given.out,
         "Tenants: overload by one of three",
-        what,
+        setting,
         table(["what", "measured", "beside"], rows),
         costs,
         about=given.note,

@@ -163,7 +163,7 @@ def write_card(folder: Path) -> None:
     runs = json.loads((folder / RECORDS).read_text(encoding="utf-8"))
     chats, snippets = conversations_and_snippets(corpus)
     accepted = [
-        f"| {name} | {a.coupled:.1%} | {a.most:.1%} | {a.tokens_per_check:.2f} | {a.positions:,} |"
+        f"| {name} | {a.coupled:.1%} | {a.acceptable:.1%} | {a.tokens_per_check:.2f} | {a.positions:,} |"
         for name, a in acceptance_rows(pair)
     ]
     template = (Path(__file__).resolve().parent / "card.md.in").read_text(encoding="utf-8")

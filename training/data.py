@@ -129,40 +129,40 @@ def functions(text: str) -> Iterator[tuple[str, list[str], str, str]]:
 def request_for(name: str, arguments: list[str], doc: str, rng: random.Random) -> str:
     """A user's request that the function's source answers."""
     listed = ", ".join(arguments)
-    wanted = f" with arguments {listed}" if listed else ""
+    with_arguments = f" with arguments {listed}" if listed else ""
     asks = [
-        f"Write a Python function `{name}`{wanted}.",
+        f"Write a Python function `{name}`{with_arguments}.",
         f"Write a function {name}({listed}).",
         f"Implement {name}({listed}) in Python.",
         f"Write a Python function called {name}.",
     ]
     if len(doc) > 15:
-        said = doc[0].lower() + doc[1:]
-        asks += [f"Write a Python function `{name}`: {said}.", f"Write a Python function for this: {said}."]
+        described = doc[0].lower() + doc[1:]
+        asks += [f"Write a Python function `{name}`: {described}.", f"Write a Python function for this: {described}."]
     return rng.choice(asks)
 
 
 def conversations_and_snippets(corpus: Corpus, seed: int = 7) -> tuple[list[str], list[str]]:
     """Chats (with their markers, without the leading `<|bos|>`) and bare functions, of the training files only."""
     rng = random.Random(seed)
-    found = [item for path in corpus.train for item in functions(read_text(path))]
-    rng.shuffle(found)
-    half = len(found) // 2
-    snippets = [source for _, _, _, source in found[half:]][:2000]
+    items = [item for path in corpus.train for item in functions(read_text(path))]
+    rng.shuffle(items)
+    half = len(items) // 2
+    snippets = [source for _, _, _, source in items[half:]][:2000]
     chats = []
     turns: list[str] = []
-    for name, arguments, doc, source in found[:half][:2500]:
+    for name, arguments, doc, source in items[:half][:2500]:
         if not turns and rng.random() < 0.3:
             turns.append(f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END}")
         if rng.random() < 0.06:
-            said, answer = rng.choice(SMALL_TALK)
-            turns.append(f"{USER}{said}{END}{ASSISTANT}{answer}{END}")
+            question, answer = rng.choice(SMALL_TALK)
+            turns.append(f"{USER}{question}{END}{ASSISTANT}{answer}{END}")
         turns.append(f"{USER}{request_for(name, arguments, doc, rng)}{END}{ASSISTANT}{source.rstrip()}{END}")
         if rng.random() < 0.7:
             chats.append("".join(turns))
             turns = []
-    for said, answer in SMALL_TALK * 6:
-        chats.append(f"{USER}{said}{END}{ASSISTANT}{answer}{END}")
+    for question, answer in SMALL_TALK * 6:
+        chats.append(f"{USER}{question}{END}{ASSISTANT}{answer}{END}")
     return chats, snippets
 
 

@@ -124,8 +124,8 @@ def taught_loss(draft: Llama, run: Run, compiled: bool) -> Loss:
     def loss(ids: Tensor, likeliest: Tensor, probabilities: Tensor) -> Tensor:
         share = max(0.0, (run.progress() - DISTANCE_FROM) / (1 - DISTANCE_FROM))
         states, kept = hidden(ids).flatten(0, 1), (likeliest.flatten(0, 1), probabilities.flatten(0, 1).float())
-        found: Tensor = TaughtHead.apply(states, draft.embed_tokens.weight, *kept, TEMPERATURE, share, DISTANCE_WEIGHT)  # type: ignore[no-untyped-call]
-        return found
+        mean: Tensor = TaughtHead.apply(states, draft.embed_tokens.weight, *kept, TEMPERATURE, share, DISTANCE_WEIGHT)  # type: ignore[no-untyped-call]
+        return mean
 
     return loss
 

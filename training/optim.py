@@ -49,8 +49,8 @@ class Optimiser:
 
     def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float) -> None:
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-        adamw = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.01)
+        by_adam = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+        adamw = torch.optim.AdamW(by_adam, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.01)
         self.parts: list[torch.optim.Optimizer] = [Muon(matrices, muon_lr, decay=0.1), adamw]
         self.peaks = [muon_lr, adam_lr]
 

@@ -58,10 +58,10 @@ def target_documents(
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Shares of positions at one temperature; `most` is what the best possible coupling could accept."""
+    """Shares of positions at one temperature; `acceptable` is what the best possible coupling could accept."""
 
     coupled: float
-    most: float
+    acceptable: float
     tokens_per_check: float
     positions: int
 
@@ -75,15 +75,15 @@ def acceptance(
     `tokens_per_check` is what one verification of `k` draft tokens yields along this text: the accepted run, plus one.
     """
     generator = torch.Generator().manual_seed(seed)
-    equal, most = [], 0.0
+    equal, acceptable = [], 0.0
     for row in rows:
         theirs, ours = target.logits(row[None])[0, first:], draft.logits(row[None])[0, first:]
         noise = gumbel(tuple(theirs.shape), generator) * temperature if temperature else torch.zeros_like(theirs)
         equal.append((theirs + noise).argmax(-1) == (ours + noise).argmax(-1))
         if temperature:
             p, q = torch.softmax(theirs / temperature, -1), torch.softmax(ours / temperature, -1)
-            most += torch.minimum(p, q).sum(-1).mean().item()
+            acceptable += torch.minimum(p, q).sum(-1).mean().item()
     same = torch.stack(equal)
     share = same.float().mean().item()
     runs = same.unfold(1, k, 1).float().cumprod(-1).sum(-1)
-    return Acceptance(share, most / len(rows) if temperature else share, 1 + runs.mean().item(), same.numel())
+    return Acceptance(share, acceptable / len(rows) if temperature else share, 1 + runs.mean().item(), same.numel())

@@ -23,7 +23,8 @@ def gradient(
     """The summed loss of `TaughtHead` and its gradient, which is made in place of logits [n, vocabulary].
 
     With a_j the loss's derivative by the draft's probability q_j, that by its logit is q_j (a_j - sum of q a). Every
-    token outside `likeliest` [n, kept] has the same a, called `rest` here, so that only the kept ones need correcting.
+    token outside `likeliest` [n, kept] has the same a, called `elsewhere` here, so that only the kept ones need
+    correcting.
     """
     logits.sub_(logits.amax(-1, keepdim=True)).exp_()
     total = logits.sum(-1, keepdim=True)
@@ -35,9 +36,9 @@ def gradient(
     ).sum()
     distance = 0.5 * ((ours - probabilities).abs().sum() + (our_rest - their_rest).abs().sum())
     kept = share * weight * 0.5 * (ours - probabilities).sign() - (1 - share) * probabilities / ours
-    rest = share * weight * 0.5 * (our_rest - their_rest).sign() - (1 - share) * their_rest / our_rest
-    mean = (ours * kept).sum(-1, keepdim=True) + our_rest * rest
-    logits.mul_((rest - mean) / total).scatter_add_(1, likeliest, ours * (kept - rest))
+    elsewhere = share * weight * 0.5 * (our_rest - their_rest).sign() - (1 - share) * their_rest / our_rest
+    mean = (ours * kept).sum(-1, keepdim=True) + our_rest * elsewhere
+    logits.mul_((elsewhere - mean) / total).scatter_add_(1, likeliest, ours * (kept - elsewhere))
     return (1 - share) * divergence + share * weight * distance, logits
 
 
@@ -66,9 +67,9 @@ class TaughtHead(torch.autograd.Function):
         total = hidden.new_zeros(())
         for first in range(0, len(hidden), CHUNK):
             here = slice(first, first + CHUNK)
-            loss, found = gradient(scaled[here] @ head.T, likeliest[here], probabilities[here], share, weight)
-            by_hidden[here] = found @ head
-            by_head.addmm_(found.T, hidden[here])
+            loss, by_logits = gradient(scaled[here] @ head.T, likeliest[here], probabilities[here], share, weight)
+            by_hidden[here] = by_logits @ head
+            by_head.addmm_(by_logits.T, hidden[here])
             total += loss
         ctx.save_for_backward(by_hidden.mul_(scale), by_head.mul_(scale))
         return total / len(hidden)

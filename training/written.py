@@ -91,23 +91,23 @@ def written_rows(target: Llama, heads: Tensor, length: int, temperatures: Tensor
 @torch.no_grad()
 def read_rows(target: Llama, ids: Tensor) -> Taught:
     """The target's distributions over given text, ids [rows, length]."""
-    found = [likeliest(target.logits(row[None])[0]) for row in ids]
-    return Taught(ids.numpy().astype(np.int16), np.stack([f[0] for f in found]), np.stack([f[1] for f in found]))
+    kept = [likeliest(target.logits(row[None])[0]) for row in ids]
+    return Taught(ids.numpy().astype(np.int16), np.stack([f[0] for f in kept]), np.stack([f[1] for f in kept]))
 
 
 def heads_of(documents: list[np.ndarray], length: int, rows: int, rng: np.random.Generator) -> Tensor:
     """Beginnings of contexts: one half are beginnings of documents, the other pieces from anywhere after `<|bos|>`."""
     long_enough = [document for document in documents if len(document) > length]
     sizes = np.array([len(document) for document in long_enough], dtype=np.float64)
-    found = []
+    pieces = []
     for row in range(rows):
         if row % 2 == 0:
-            found.append(long_enough[rng.integers(len(long_enough))][:length])
+            pieces.append(long_enough[rng.integers(len(long_enough))][:length])
         else:
             document = long_enough[rng.choice(len(long_enough), p=sizes / sizes.sum())]
             at = int(rng.integers(1, len(document) - length + 1))
-            found.append(np.concatenate([[BOS_ID], document[at : at + length - 1]]))
-    return torch.from_numpy(np.stack(found).astype(np.int64))
+            pieces.append(np.concatenate([[BOS_ID], document[at : at + length - 1]]))
+    return torch.from_numpy(np.stack(pieces).astype(np.int64))
 
 
 def write(target: Llama, documents: list[np.ndarray], folder: Path, tokens: int, seed: int, rows: int = 256) -> None:

@@ -94,11 +94,11 @@ def fill_with_zeros(runner: Runner) -> None:
 def both(runner: Runner, batch: int, context: int, steps: int, rounds: int) -> tuple[float, float]:
     """Median seconds of a step, one by one and planned ahead, measured in turns."""
     fill_with_zeros(runner)
-    found: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
-        for ahead, times in found.items():
+        for ahead, times in seconds.items():
             times += asyncio.run(step_times(runner, batch, context, steps, ahead=ahead))
-    return statistics.median(found[False]), statistics.median(found[True])
+    return statistics.median(seconds[False]), statistics.median(seconds[True])
 
 
 def compare(runner: Runner, shapes: list[tuple[int, int]], steps: int = 100, rounds: int = 3) -> str:
@@ -127,10 +127,10 @@ def drafting(target: Runner, draft: Runner, batch: int, context: int, steps: int
         rows.append(Row(sequence, context, (5,), blocks, SamplingParams(temperature=0.8, seed=number), 1))
         drafts.append(DraftRow(sequence, context, (5,), blocks, DRAFT_TOKENS, number))
     plan, engine = StepPlan(1, tuple(rows), tuple(drafts)), SpeculativeEngine(target, draft)
-    found: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
     waits = 0
     for _ in range(rounds):
-        for at_once, times in found.items():
+        for at_once, times in seconds.items():
             target.launches_ahead = at_once
             for number in range(WARM_UP + steps):
                 started, before = time.perf_counter(), target.launches.waits
@@ -138,7 +138,7 @@ def drafting(target: Runner, draft: Runner, batch: int, context: int, steps: int
                 if number >= WARM_UP:
                     times.append(time.perf_counter() - started)
                     waits += (target.launches.waits - before) if at_once else 0
-    return [statistics.median(found[False]), statistics.median(found[True]), waits / (rounds * steps)]
+    return [statistics.median(seconds[False]), statistics.median(seconds[True]), waits / (rounds * steps)]
 
 
 def compare_drafting(
@@ -229,16 +229,16 @@ def host_times(batches: list[int], contexts: list[int], steps: int, rounds: int)
             gc.freeze()  # as in a worker, whose collections skip what was loaded at its start
             clocks = {"processor": time.process_time, "wall": time.perf_counter}
             # The least of several medians: other processes of the machine disturb both.
-            found = {
+            medians = {
                 name: min(
                     statistics.median(asyncio.run(step_times(runner, batch, context, steps, ahead=True, clock=clock)))
                     for _ in range(rounds)
                 )
                 for name, clock in clocks.items()
             }
-            bar = next(bar for most, bar in BARS.items() if batch <= most)
-            met = "yes" if found["processor"] <= bar else "**no**"
-            shown = [f"{seconds * 1e3:.2f} ms" for seconds in (*found.values(), bar)]
+            bar = next(bar for limit, bar in BARS.items() if batch <= limit)
+            met = "yes" if medians["processor"] <= bar else "**no**"
+            shown = [f"{seconds * 1e3:.2f} ms" for seconds in (*medians.values(), bar)]
             rows.append([str(batch), str(context), *shown, met])
     return table(("sequences", "context", *clocks, "bar", "met"), rows)
 

@@ -46,11 +46,12 @@ async def served(
                 return first, count
 
             started = time.perf_counter()
-            found = await asyncio.gather(*(stream(6 + number) for number in range(streams)))
+            streamed = await asyncio.gather(*(stream(6 + number) for number in range(streams)))
             took_s = time.perf_counter() - started
-            check(all(count == tokens for _, count in found), f"tokens: {[count for _, count in found]}, not {tokens}")
+            counts = [count for _, count in streamed]
+            check(all(count == tokens for count in counts), f"tokens: {counts}, not {tokens}")
             await client.idle(running)
-    return took_s, streams * tokens / took_s, statistics.median(first for first, _ in found)
+    return took_s, streams * tokens / took_s, statistics.median(first for first, _ in streamed)
 
 
 def up(checks: Checks) -> None:
@@ -81,8 +82,8 @@ def tokens(checks: Checks) -> None:
         with checks.step(name):
             runner = tiny_runner(model, device=DEVICE, dtype=dtype, kernels="torch", kv_memory_bytes=64 << 20)
             if dtype == "float32":
-                found, expected = (all_logits(each, prompts[-1], [64]) for each in (runner, plain))
-                apart = float((found - expected).abs().max())
+                logits, expected = (all_logits(each, prompts[-1], [64]) for each in (runner, plain))
+                apart = float((logits - expected).abs().max())
                 print(f"- logits differ from the CPU's by at most {apart:.2e} (bound {LOGITS_WITHIN:g})")
                 check(apart <= LOGITS_WITHIN, f"logits differ by {apart:.2e}")
             jobs = [Job(prompt, count, chunk=64) for prompt in prompts]

@@ -94,9 +94,9 @@ class Peer:
             check(bool(read), f"the peer has ended with {self.process.poll()}")
             self._left += read
         line, _, self._left = self._left.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        check("error" not in found, str(found.get("error")))
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        check("error" not in answer, str(answer.get("error")))
+        return answer
 
     def end(self) -> None:
         self.process.kill()

@@ -93,7 +93,7 @@ def steps(checks: Checks) -> None:
     nucleus = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
     short = min(512, PROMPT)
     batch64, whole = "decode step, batch 64, in 1.4 of its floor", "prefill of 8,192 at 60 % of matrix rate"
-    for name, plan, floor, what, limit, repeat, of_table in (
+    for name, plan, floor, floor_name, limit, repeat, of_table in (
         ("decode, batch 1", decode(1, CONTEXT // 2), weights / bandwidth, "weights / bandwidth", 1.2, 30, ""),
         (f"decode, batch {BATCH}", decode(BATCH, CONTEXT), (weights + kv) / bandwidth, "bytes", 1.4, 20, batch64),
         (f"prefill of {PROMPT}", prefill(PROMPT), work(PROMPT) / rate, "FLOP / matrix rate", 1 / 0.6, 5, whole),
@@ -115,7 +115,8 @@ def steps(checks: Checks) -> None:
             met = "" if not limit else "yes" if took <= limit * floor else "**no**"
             of = f"{limit:.2f}" if limit else ""
             print(
-                f"| {name} | {took * 1e3:.2f} ms | {floor * 1e3:.2f} ms ({what}) | {took / floor:.2f} | {of} | {met} |"
+                f"| {name} | {took * 1e3:.2f} ms | {floor * 1e3:.2f} ms ({floor_name}) | {took / floor:.2f}"
+                f" | {of} | {met} |"
             )
             if of_table:
                 bar(of_table, f"{took / floor:.2f}", of, met == "yes")
@@ -155,10 +156,10 @@ def profile_steps(checks: Checks) -> None:
             for _ in range(3):
                 runner.step(plan)
             synchronize()
-            with profile(activities=[activity]) as found:
+            with profile(activities=[activity]) as profiled:
                 runner.step(plan)
                 synchronize()
-            rows = sorted(found.key_averages(), key=lambda row: -getattr(row, column))[:12]
+            rows = sorted(profiled.key_averages(), key=lambda row: -getattr(row, column))[:12]
             print(f"\n| {name}: kernel | calls | us |\n|---|---|---|")
             for row in rows:
                 print(f"| `{row.key[:90]}` | {row.count} | {getattr(row, column):.0f} |")

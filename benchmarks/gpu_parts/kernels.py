@@ -24,16 +24,16 @@ def environment(checks: Checks) -> None:
         f"- Python {sys.version.split()[0]}; compiler for Triton: {shutil.which('cc') or shutil.which('gcc') or 'NONE'}"
     )
     text = (ROOT / "pyproject.toml").read_text()
-    wanted = re.findall(r'^  "([A-Za-z0-9_-]+)(?:\[[^]]*\])?>=([\d.]+)', text, re.MULTILINE)
+    required = re.findall(r'^  "([A-Za-z0-9_-]+)(?:\[[^]]*\])?>=([\d.]+)', text, re.MULTILINE)
     missing = []
-    for name, least in dict(wanted).items():
+    for name, least in dict(required).items():
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(f"{name} (>={least})")
             continue
-        if _numbers(found) < _numbers(least):
-            missing.append(f"{name} {found} (>={least})")
+        if _numbers(installed) < _numbers(least):
+            missing.append(f"{name} {installed} (>={least})")
     print(f"- missing, or older than pyproject.toml says: {', '.join(missing) or 'nothing'}")
     with checks.step("torch and its devices"):
         import torch
@@ -217,12 +217,12 @@ def graphs(checks: Checks) -> None:
         for number in range(replays):
             batch = (1, 3, 4, 2)[number % 4] * (1 if REHEARSAL else (1, 5, 8)[number % 3])
             each = blocks // batch
-            most = min(each * 16, longest) - 6
+            context = min(each * 16, longest) - 6
             length = (1, 1, 4, 5)[number % 4]
             rows = tuple(
                 Row(
                     SequenceId(f"s{number}-{r}"),
-                    (most * (r + 1) // batch),
+                    (context * (r + 1) // batch),
                     tuple((number + r + j) % 300 for j in range(length if r % 2 == 0 else 1)),
                     tuple(range(r * each, (r + 1) * each)),
                     greedy,
@@ -232,7 +232,7 @@ def graphs(checks: Checks) -> None:
             )
             step = make_batch(StepPlan(number, rows), limits, device, 1, tables)
             with torch.no_grad():
-                found = made.compute(step).clone()
+                logits = made.compute(step).clone()
                 churn.append(torch.full((1 + number * 7919 % 3_000_000,), float("nan"), device=device))
                 if len(churn) > 5:
                     churn.pop(number % 5)
@@ -240,8 +240,8 @@ def graphs(checks: Checks) -> None:
                     churn.clear()
                     torch.cuda.empty_cache()
                 expected = model.forward(step, pools[1], attentions[1])
-            worst = max(worst, float((found - expected).abs().max()))
-            check(bool(torch.isfinite(found).all()), f"replay {number}: logits are not finite")
+            worst = max(worst, float((logits - expected).abs().max()))
+            check(bool(torch.isfinite(logits).all()), f"replay {number}: logits are not finite")
             check(worst < 2e-3, f"replay {number}: logits differ by {worst:.2g}")
         check(made.replayed == replays, f"{made.replayed} of {replays} steps were replayed")
         print(f"- {replays} replays of {batch} and fewer rows; logits differ by at most {worst:.1e}")

@@ -101,6 +101,13 @@ def test_no_identifier_is_a_filler_word() -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_identifier_in_benchmarks_and_training_is_coined_or_a_filler_word() -> None:
+    files = [path for folder in ("benchmarks", "training") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 40
+    found = [line for path in files for words in (coined, fillers) for line in words(parsed(path), path.name)]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("line", ["what = 1", "def f(most): ...", "self._wanted = ()", "for rest in (): ..."])
 def test_filler_words_are_detected(line: str) -> None:
     assert fillers(ast.parse(line), "planted.py")

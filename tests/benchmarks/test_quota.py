@@ -32,7 +32,7 @@ def test_each_phase_of_the_mix_keeps_as_many_workers_busy_with_one_role() -> Non
 
 
 def test_each_worker_has_a_core_and_the_coordinator_another_one() -> None:
-    made = shape(KIND, 2, 1, most=5)
+    made = shape(KIND, 2, 1, max_workers=5)
     assert made.cores == ((0,), (1,), (2,)) and made.front_cores == (5,) and made.host_cores == 6
 
 
