@@ -195,6 +195,8 @@ def _dry_run(policy: Policy, json_path: str | None, load: dict[str, Any]) -> int
     rows, too_long = fitting(load_rows(**load), longest)
     if not rows:
         raise StartupError(f"no request of the load fits into {longest} tokens, the context of the calibrated model")
+    if not policy.limit.decode and any(row.output_len > 1 for row in rows):
+        raise StartupError("--max-decode 0: the load generates tokens after the first one, which decode workers do")
     gc.disable()  # as in `baton simulate`
     made = dry_run(policy, rows)
     began = rows[0].at_s

@@ -83,6 +83,7 @@ METRICS = f"""# HELP {TTFT} time to the first token
 # TYPE other gauge
 other{{le="0.3"}} 1.0
 """
+LOAD = ["--rate", "8", "--duration-s", "60", "--input-len", "2000", "--output-len", "20"]
 POLICY = Policy(Slo(1.0, 0.05, 0.95), CALIBRATION, CALIBRATION, Size(0, 0), Size(8, 8))
 
 
@@ -225,9 +226,8 @@ def _calibration(tmp_path: Path, start_s: float = 20.0) -> str:
 
 
 def test_a_dry_run_prints_each_decision_with_its_numbers(tmp_path: Path) -> None:
-    load = ["--rate", "8", "--duration-s", "60", "--input-len", "2000", "--output-len", "20", "--slo", "ttft=1"]
     written = tmp_path / "out.json"
-    words = ["--dry-run", "--calibration", _calibration(tmp_path), "--json", str(written), *load]
+    words = ["--dry-run", "--calibration", _calibration(tmp_path), "--json", str(written), "--slo", "ttft=1", *LOAD]
     done = CliRunner().invoke(autoscale_command, words, catch_exceptions=False, standalone_mode=False)
     assert "of 2000 uncached tokens" in done.output and "worker-hours" in done.output
     assert json.loads(written.read_text())["changes"][0]["decision"]["size"]["prefill"] >= 2
@@ -243,6 +243,7 @@ def test_a_dry_run_prints_each_decision_with_its_numbers(tmp_path: Path) -> None
         (["--slo", "ttft=1", "--min", "3", "--max-prefill", "2"], "--min 3 is above --max-prefill 2"),
         (["--slo", "ttft=1", "--min", "3", "--max-decode", "2"], "--min 3 is above --max-decode 2"),
         (["--slo", "ttft=1", "--dry-run"], "give either --trace or --rate"),
+        (["--slo", "ttft=1", "--dry-run", "--max-decode", "0", *LOAD], "--max-decode 0: the load generates tokens"),
         (
             ["--slo", "ttft=1", "--flip", "--cluster-token-file", "/nowhere"],
             "--cluster-token-file /nowhere: No such file",
