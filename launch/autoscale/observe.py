@@ -47,6 +47,8 @@ class Autoscaler:
         if (differs := mismatch(document["workers"], self._policy.decode)) and differs != self._mismatch:
             self._log(f"the calibration is of other workers, sizes may be wrong: {differs}")
             self._mismatch = differs
+        if not self._policy.limit.decode:  # the law would keep those that run, as an operator's choice
+            sample = replace(sample, workers=tuple(worker for worker in sample.workers if worker.role == "prefill"))
         before = self.decision
         self.decision, self._memory = decide(self._policy, self._memory, sample)
         if before is None or self.decision.size != before.size or self.decision.unmet != before.unmet:

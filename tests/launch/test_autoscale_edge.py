@@ -144,6 +144,12 @@ def test_a_coordinator_that_does_not_reply_changes_nothing_and_is_logged_once(co
     assert Autoscaler(POLICY, "http://127.0.0.1:1", lines.append).look() is None
 
 
+def test_where_no_decode_worker_is_needed_those_that_run_are_not_kept(coordinator: Any) -> None:
+    policy = replace(POLICY, limit=Size(8, 0))
+    size = Autoscaler(policy, f"http://127.0.0.1:{coordinator.server_port}", lambda line: None).look()
+    assert size is not None and size.prefill >= 1 and size.decode == 0
+
+
 def test_a_calibration_of_other_workers_is_named_once(coordinator: Any) -> None:
     about = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
     kind, lines = replace(CALIBRATION, about=about), list[str]()
