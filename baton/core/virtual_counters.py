@@ -5,17 +5,17 @@ tenant's is the service that it has received, and the waiting tenant with the sm
 that had nothing waiting is lifted to the smallest counter of those that wait, and time without requests earns nothing.
 Here it is lifted to `IDLE_CREDIT` less: a tenant that uses less than its share, and whose requests follow each other
 closely now and then, has no turns of a busy one between them. So two tenants that wait during a whole interval differ
-by up to `IDLE_CREDIT` more in what they receive in it.
+by up to `IDLE_CREDIT` more in what they receive in it. A tenant that still waits when it has received `BURST` sends
+more than a few requests now and then: it loses what is left of its credit, and nobody waits until that is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-IDLE_CREDIT, SHARED_CREDIT = 16_384, 12_288
-"""In tokens of prompts, for a weight of 1. A tenant with more than SHARED_CREDIT goes before those with less; with up
-to so much it takes turns with those that have none, or else tenants that use all of their share would wait for each
-other (measured in decision 0033)."""
+IDLE_CREDIT, BURST = 16_384, 4096
+"""In tokens of prompts, for a weight of 1. Tenants with credit that have received at most BURST since they entered the
+queue go before the others (measured in decision 0033)."""
 
 
 class VirtualCounters:
@@ -24,13 +24,14 @@ class VirtualCounters:
     def __init__(self) -> None:
         self._served: dict[str, float] = {}  # the counters
         self._turns: dict[str, int] = {}  # the number of each tenant's last turn
+        self._since: dict[str, float] = {}  # the service that each received in its turns since it entered the queue
         self._last_turn = 0
         self._last = ""  # see `leave`
         self._floor = 0.0  # where credit ends: the highest of the smallest counters of those that waited
 
     def copy(self) -> VirtualCounters:
         other = VirtualCounters()
-        other._served, other._turns = self._served.copy(), self._turns.copy()
+        other._served, other._turns, other._since = self._served.copy(), self._turns.copy(), self._since.copy()
         other._last_turn, other._last, other._floor = self._last_turn, self._last, self._floor
         return other
 
@@ -38,10 +39,10 @@ class VirtualCounters:
         return self._served.get(tenant, 0.0)
 
     def turn(self, tenant: str) -> tuple[float, bool, int]:
-        """Returns the sort key of a tenant that waits: the lowest goes next. Those with credit have equal counters; of
-        these, the one served longest ago goes next."""
-        counter = self.of(tenant)
-        return max(counter, self._floor), counter >= self._floor - SHARED_CREDIT, self._turns.get(tenant, 0)
+        """Returns the sort key of a tenant that waits: the lowest goes next. Those with credit have equal counters:
+        those that have received little since they entered go first, of these the one served longest ago."""
+        since = self._since.get(tenant, 0.0)
+        return max(self.of(tenant), self._floor), since > BURST, self._turns.get(tenant, 0)
 
     def after_idle(self, tenant: str, waiting: Iterable[str]) -> float:
         """Returns the counter with which a tenant that has nothing in the queue would enter it; `waiting` are those
@@ -51,6 +52,7 @@ class VirtualCounters:
     def enter(self, tenant: str, waiting: Iterable[str]) -> None:
         """Lifts the counter of a tenant that had nothing in the queue, less its credit."""
         waiting = [*waiting]
+        self._since[tenant] = 0.0
         self._served[tenant], self._floor = self.after_idle(tenant, waiting), self._floor_with(waiting)
 
     def _floor_with(self, waiting: Iterable[str]) -> float:
@@ -67,3 +69,6 @@ class VirtualCounters:
         if takes_turn:
             self._last_turn += 1
             self._turns[tenant] = self._last_turn
+            self._since[tenant] = self._since.get(tenant, 0.0) + service
+            if self._since[tenant] > BURST:
+                self._served[tenant] = max(self._served[tenant], self._floor)

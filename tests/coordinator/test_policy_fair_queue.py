@@ -126,38 +126,52 @@ def order(queue: FairQueue, count: int) -> list[str]:
 
 @pytest.fixture
 def credit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Sets how much credit an idle tenant has, and how much of it it shares turns with."""
+    """Sets how much credit an idle tenant has, and after how much service without a pause it loses it."""
 
-    def set_to(idle: int, shared: int) -> None:
+    def set_to(idle: int, burst: int) -> None:
         monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", idle)
-        monkeypatch.setattr(virtual_counters, "SHARED_CREDIT", shared)
+        monkeypatch.setattr(virtual_counters, "BURST", burst)
 
     return set_to
 
 
 @pytest.mark.parametrize(
-    ("idle", "shared", "following"),
+    ("idle", "burst", "following"),
     [
         (0, 0, "b10 a4 b11 a5 c20 b12 a6 c21"),  # first, but not twice
-        (12, 0, "b10 b11 b12 a4 c20 c21 b13 a5"),
-        (12, 8, "b10 a4 b11 b12 c20 b13 c21 a5"),  # once first, then by turns
+        (12, 99, "b10 a4 b11 b12 c20 b13 c21 a5"),  # all have received little since they entered: by turns
+        (12, 8, "b10 b11 b12 a4 c20 c21 b13 a5"),  # before one that waits longer
+        (12, 4, "b10 b11 a4 b12 c20 c21 a5 b13"),  # until it does, too: then its credit is lost
     ],
 )
 def test_a_tenant_that_was_idle_has_limited_credit(
-    credit: Callable[[int, int], None], idle: int, shared: int, following: str
+    credit: Callable[[int, int], None], idle: int, burst: int, following: str
 ) -> None:
-    credit(idle, shared)
+    credit(idle, burst)
     queue = FairQueue()
     for number in range(9):
         queue.add(of("a", number))
     assert order(queue, 4) == ["a0", "a1", "a2", "a3"], "nobody else waits"
     for number in range(10, 14):
         queue.add(of("b", number))
-    assert order(queue, 4) == following.split()[:4]
+    first = order(queue, 4)
     for number in range(20, 22):
         queue.add(of("c", number))
-    assert order(queue, 4) == following.split()[4:]
+    assert [*first, *order(queue, 4)] == following.split()
     queue.check([*queue])
+
+
+def test_a_tenant_keeps_its_credit_whose_requests_end_now_and_then(credit: Callable[[int, int], None]) -> None:
+    credit(12, 4)
+    queue = FairQueue()
+    for number in range(9):
+        queue.add(of("a", number))
+    order(queue, 4)
+    for number in range(4):
+        queue.add(of("b", number))
+        assert order(queue, 1) == [f"b{number}"]
+    queue.add(of("b", 4))
+    assert order(queue, 1) == ["a4"], "all of it is used"
 
 
 def test_a_tenant_without_pause_has_no_credit() -> None:
@@ -178,7 +192,7 @@ def test_two_tenants_of_which_one_was_idle_differ_by_its_credit_more(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(virtual_counters, "IDLE_CREDIT", idle)
-        patch.setattr(virtual_counters, "SHARED_CREDIT", 3 * idle // 4)
+        patch.setattr(virtual_counters, "BURST", idle // 4)
         assert spread(light * 20, heavy * 4, fair=True, earlier=idle) <= BOUND + idle
 
 

@@ -76,7 +76,7 @@ def test_the_last_row_of_a_step_is_not_cut_if_it_fits_into_a_step_and_the_spare_
 @pytest.mark.parametrize(("credit", "order"), [(0, "b2 a1 b3 b4"), (16, "b2 b3 a1 b4")])
 def test_a_tenant_that_returns_has_limited_credit(monkeypatch: pytest.MonkeyPatch, credit: int, order: str) -> None:
     monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", credit)
-    monkeypatch.setattr(virtual_counters, "SHARED_CREDIT", 0)
+    monkeypatch.setattr(virtual_counters, "BURST", 8)
     turns = Turns()
     here = [sequence("a1", 20, 1)]
     turns.computes(here[0], 16)

@@ -314,6 +314,7 @@ FAULTS = (
         "return self.of(tenant)",
         T_FAIR_QUEUE,
     ),
+    Fault("baton/core/virtual_counters.py", "if self._since[tenant] > BURST:", "if False:", T_FAIR_QUEUE),
     Fault(DISPATCH, "        if many or long:\n", "        if False:\n", T_FAIR_QUEUE),
     Fault(
         DISPATCH,

@@ -68,6 +68,35 @@ def test_others_whose_requests_follow_each_other_closely_notice_little(monkeypat
     assert ttft_p99_s(others + heavy)[False] > 1.8 * alone, "the heavy tenant has a turn between them"
 
 
+def test_others_notice_little_of_a_tenant_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause, with more than the cluster can do: it has credit, and nothing to wait for it with."""
+    begins = 30.0
+    loads = []
+    for seed in range(3):
+        others = [
+            replace(row, tenant=f"t{number}")
+            for number in range(OTHERS)
+            for row in poisson(1.0, begins + SECONDS, PROMPTS, OUTPUTS, 100 * seed + number + 1)
+        ]
+        heavy = poisson(10.0, SECONDS, PROMPTS, OUTPUTS, 999 + seed)
+        loads.append((others, [replace(row, tenant=HEAVY, at_s=row.at_s + begins) for row in heavy]))
+
+    def p99_s(*, beside: bool) -> float:
+        times = list[float]()
+        for others, heavy in loads:
+            rows = sorted([*others, *heavy] if beside else others, key=lambda row: row.at_s)
+            replay = Replay(CLUSTER, rows)
+            replay.run()
+            measured = zip(rows, replay.measured.times, strict=True)
+            times += [t.ttft_s or 0.0 for row, t in measured if row.tenant != HEAVY and row.at_s >= begins]
+        return percentile(sorted(times), 99)
+
+    alone = p99_s(beside=False)
+    assert p99_s(beside=True) <= 1.4 * alone
+    monkeypatch.setattr(virtual_counters, "BURST", 1 << 30)
+    assert p99_s(beside=True) > 1.6 * alone, "it uses up its credit, and they have little"
+
+
 def test_others_notice_little_where_several_prompts_fit_into_a_step() -> None:
     prompts = Lengths(50, 400)
     others = [row for number in range(OTHERS) for row in paced(f"t{number}", number + 1, prompts, per_s=2.0)]
