@@ -377,7 +377,7 @@ FAULTS = (
     ),
     Fault(POLICY_SPLIT, "streams * _felt_s(waits_s, stream_s)", "0.0", T_SPLIT),
     Fault(POLICY_SPLIT, "more * _felt_s(waits_s / 2, stream_s)", "0.0", T_SPLIT),
-    Fault(POLICY_SPLIT, "100 * waits_s / (waits_s + stream_s) if waits_s else 0.0", "10.0", T_SPLIT),
+    Fault(POLICY_SPLIT, "100 * waits_s / (waits_s + stream_s) * waits_s if waits_s else 0.0", "10 * waits_s", T_SPLIT),
     Fault(D_SCHEDULER, "if streams else model.step_tokens", "if running > long else model.step_tokens", T_PROMPTS),
     Fault(D_SCHEDULER, "                self._turns.computes(sequence, of_prompt)\n", "", T_PROMPTS),
     Fault(LONG_ROWS, "self._counters.turn(lane[1]), ", "", "tests/core/test_long_rows.py"),
