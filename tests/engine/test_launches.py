@@ -94,8 +94,18 @@ def one_by_one(target: Runner) -> Callable[[str], Run]:
     return cache(lambda kind: decode_all(target, requests(kind, 10), batch=4))
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at launch", "late"])
-@pytest.mark.parametrize("kind", SAMPLINGS)
+REPEATED = [("greedy", True), ("warm", False), ("by number", True), ("looking back", False)]
+"""Left to `make test-long`: the other way to launch has the same samplings, and both have all of them in one batch."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "late"),
+    [
+        pytest.param(kind, late, marks=[pytest.mark.long] if (kind, late) in REPEATED else [])
+        for kind in SAMPLINGS
+        for late in (False, True)
+    ],
+)
 def test_steps_launched_ahead_yield_the_results_of_steps_computed_one_by_one(
     target: Runner, one_by_one: Callable[[str], Run], kind: str, late: bool
 ) -> None:
