@@ -50,7 +50,7 @@ from sim.scale.workload import Lengths
 from sim.stats import percentile
 
 STREAMS, PROMPT, OUTPUT = 4, 64, 128
-ROUND_S, CALM_S, WARM_UP_S, GONE_S = 60.0, 15.0, 6.0, 8.0
+ROUND_S, CALM_S, WARM_UP_S, GONE_S = 60.0, 15.0, 3.0, 8.0
 PATIENCE_S, CLOSING_S = 45.0, 8.0  # longer than any limit of the server
 STEP_S = 0.25
 MEMORY_MIB, FILES = 48.0, 4
@@ -426,7 +426,7 @@ def run(seconds: float, directory: Path, *, idle: bool = True) -> Found:
                 if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
             )
             outcome = Found()
-            asyncio.run(good_streams(url, 3.0, 1, outcome.failed))
+            asyncio.run(good_streams(url, 1.0, 1, outcome.failed))
             outcome.before, _ = until_back(url, coordinator, grown(state(url, coordinator)) | {"requests": 0})
             with other_clients("kinds", ports, {}, idle):
                 time.sleep(max(WARM_UP_S, min(seconds / 10, 60.0)))
@@ -434,7 +434,7 @@ def run(seconds: float, directory: Path, *, idle: bool = True) -> Found:
             outcome.before |= {name: after[name] for name in GROW_ONCE}
             rounds = max(1, round(seconds / ROUND_S))
             each_s = seconds / rounds
-            calm_s = min(CALM_S, each_s)
+            calm_s = min(CALM_S, each_s / 2)
             for number in range(rounds):
                 seed = 3 * number + 2
                 outcome.calm.append(asyncio.run(good_streams(url, calm_s, seed, outcome.failed)))
