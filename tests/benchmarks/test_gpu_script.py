@@ -104,7 +104,7 @@ def test_failed_part_costs_its_own_results(tmp_path: Path) -> None:
 
 def test_hung_part_is_killed_at_its_limit_with_its_child_processes(tmp_path: Path) -> None:
     faults = {FAULT: "transformers:hang"}
-    code, report = rehearse(tmp_path / "r.md", "--part", "transformers", "--limit-factor", "0.1", **faults)
+    code, report = rehearse(tmp_path / "r.md", "--part", "transformers", "--limit-factor", "0.04", **faults)
     assert code == 1 and "made to hang" in report, "what it printed until then is there"
     assert "part transformers: **timed out**" in report and results_of(report) == {"transformers": "timed out"}
     lines = [" ".join(command_line(int(p))) for p in os.listdir("/proc") if p.isdigit()]
