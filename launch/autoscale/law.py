@@ -344,7 +344,7 @@ def _demand(policy: Policy, memory: Memory) -> Demand:
         count = getattr(last, total) - getattr(first, total)
         if count < MIN_REQUESTS or first.at_s < changed_at:
             return None
-        share = float((getattr(last, bad) - getattr(first, bad)) / count)
+        share = min(float((getattr(last, bad) - getattr(first, bad)) / count), 1.0)  # sums of floats, of buckets
         return Share(share, math.sqrt(share * (1 - share) / count))
 
     late, slow = share_of("late", "first_tokens"), share_of("slow", "ended")

@@ -240,6 +240,13 @@ def test_no_more_late_requests_than_chance_makes_add_no_worker(share: float, cha
     assert (max(size.prefill for size in f.sizes[60:]) == before.prefill and not f.decisions[-1].unmet) is chance
 
 
+def test_more_late_requests_than_there_are_by_a_rounding_are_all_of_them() -> None:
+    f = Fluid()
+    f.rate, f.late_share, f.slow_share = 20.0, 1.0 + 1e-9, 1.0 + 1e-9
+    f.step(40)
+    assert "TTFT is missed" in f.decisions[-1].unmet
+
+
 def test_a_backlog_that_is_computed_within_the_limit_needs_no_more_workers() -> None:
     """Which wait for the load of a burst, and would be idle once what came while they started is done."""
     slow, quick = (replace(POLICY, slo=Slo(ttft_s, 0.05, 0.95), limit=Size(90, 90)) for ttft_s in (90.0, 10.0))
