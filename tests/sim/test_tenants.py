@@ -69,7 +69,7 @@ def test_others_whose_requests_follow_each_other_closely_notice_little(monkeypat
 
 
 def test_others_notice_little_of_a_tenant_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pause, with more than the cluster can do: it has credit, and nothing to wait for it with."""
+    """After a pause, with more than the cluster can do: it has all of its credit, and the others have little."""
     begins = 30.0
     loads = []
     for seed in range(3):
