@@ -8,6 +8,7 @@ A file's tests stay in one process, in their order, and are collected there (by_
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SELECTED = ("-m", "not long and not gpu")
 SLOWEST = ("--durations=12", "--durations-min=5", "-p", "tools.processor_time")
+_ROOM = {"BATON_TEST_ROOM": "x" * (64 << 10)}
+"""Room for the environments of forks (tests/support/forks.py); the last word of _FORKED is room for command lines."""
+_FORKED = shlex.join([sys.executable, "-c", "from tests.support import forks; forks.test_process()", "x" * (16 << 10)])
+_IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 CORES_EACH, LEAST_PROCESSES, MOST_PROCESSES = 4, 3, 8  # each loads torch and transformers: 0.5 GB
 
 
@@ -31,9 +36,8 @@ def run(arguments: list[str]) -> tuple[int, str]:
     beside = in_processes(processes(cores), arguments) if cores > 1 else []
     colour = ["--color=yes"] if sys.stdout.isatty() else []
     command = [sys.executable, "-m", "pytest", "-q", *colour, *beside, *SLOWEST, *arguments]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=with_bytecode(os.environ)
-    )
+    environment = with_bytecode(os.environ) | (_ROOM if "--tx" in beside else {})
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     if process.stdout is None:
         raise SystemExit("pytest has no output")
     said = bytearray()
@@ -45,11 +49,15 @@ def run(arguments: list[str]) -> tuple[int, str]:
 
 
 def in_processes(count: int, arguments: list[str]) -> list[str]:
-    """Single tests, named by `::`, are not known before their file is collected: then each process collects all."""
+    """Single tests, named by `::`, are not known before their file is collected: then each process collects all. For
+    the whole suite, each process and the server of its forks are one process until they have imported torch."""
+    start = ["--tx", f"{count}*popen//python={_FORKED}", "-W", _IMPORTED]
+    if sys.platform != "linux" or any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
+        start = ["-n", str(count)]
     if any("::" in argument for argument in arguments):
-        return ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
+        return [*start, "--dist", "loadfile", "--no-loadscope-reorder"]
     one_by_one = ["--dist", "load", "--maxschedchunk", "1"]
-    return ["-p", "tools.by_file", "-n", str(count), *one_by_one, "-o", "console_output_style=classic"]
+    return ["-p", "tools.by_file", *start, *one_by_one, "-o", "console_output_style=classic"]
 
 
 def processes(cores: int) -> int:

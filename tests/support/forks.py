@@ -9,6 +9,9 @@ a process, its parent, and the exit codes of `python -m` (tests/tools/test_forks
 forked, too, if they run one of `MODULES`: what a coordinator starts for templates and grammars, for example, is not.
 A coordinator does not start itself again with exec, and so has no huge pages.
 
+A test process of `make test` is made here, too (`test_process`): it imports the same, once, and forks its server before
+it has threads. Any other starts its server, and imports twice.
+
 Without arguments this module only imports what processes need: `make test` so compiles it once, while it installs.
 
 A server forks, since a test process has threads. An intermediate process ends at once, so that the kernel gives its
@@ -42,6 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.child import Child
+from tests.support.environment import set_environment
 
 ROOT = Path(__file__).parents[2]
 _OF_SUPPORT = "fault_up fault_worker load_part load_peak process_facts rank_process symmetric_ranks versioned"
@@ -60,19 +64,23 @@ RESTARTED = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 """The variable by which a coordinator knows that it has started itself again, for huge pages (decision 0020)."""
 ROOM_VARIABLE = "BATON_TEST_ROOM"
 _COMMAND_ROOM, _ENVIRONMENT_ROOM = 16 << 10, 64 << 10
+"""Bytes for the command lines and environments that forks show in /proc, in those of their server."""
+_forked: list[socket.socket] = []
+"""The connection to the server that was forked with this test process, if one was."""
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to run, and what Popen was asked for."""
+    """What to run, what Popen was asked for, and the cores of the thread that asked."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
     cwd: str
     new_session: bool
     namespace: str
+    cores: Sequence[int]
 
 
 def may_fork(command: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -156,7 +164,8 @@ def _start(
     process: Any, args: Any, given: _Given, start: Callable[[Order, Sequence[int]], int], namespace: str = ""
 ) -> None:
     environment, cwd = dict(given.env or os.environ), os.path.abspath(given.cwd or ".")
-    order = Order(list(args), environment, cwd, given.start_new_session, namespace)
+    cores = sorted(os.sched_getaffinity(0))
+    order = Order(list(args), environment, cwd, given.start_new_session, namespace, cores)
     process.pid = start(order, (given.p2cread, given.c2pwrite, given.errwrite))
     process._child_created = True
     process._close_pipe_fds(*given[6:12])
@@ -186,6 +195,7 @@ def fork(order: Order, standard: Sequence[int], keep: Collection[int], before: C
 
 
 def _become(order: Order, standard: Sequence[int], keep: Collection[int], before: Callable[[], None] | None) -> None:
+    os.sched_setaffinity(0, order.cores)
     if before is not None:
         before()
     if order.new_session:
@@ -281,18 +291,9 @@ def _run(command: Sequence[str]) -> int:
 class _Server:
     """The client of the server, in a test process."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, control: socket.socket, process: object = None) -> None:
+        self._lock, self._control, self._process = threading.Lock(), control, process
         self._control.settimeout(START_S)
-        paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
-        own = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", ROOM_VARIABLE: "x" * _ENVIRONMENT_ROOM}
-        environment = {**os.environ, **own}
-        with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno()), "x" * _COMMAND_ROOM]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL
-            )
 
     def start(self, order: Order, standard: Sequence[int]) -> int:
         files = [number if file < 0 else file for number, file in enumerate(standard)]
@@ -311,8 +312,42 @@ class _Server:
 
 @cache
 def _server() -> _Server:
-    """The server of this test process, which its first fork starts."""
-    return _Server()
+    """The server of this test process, which was made with it, or is started by its first fork."""
+    if _forked:
+        return _Server(_forked[0])
+    control, theirs = _pair()
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+    environment[ROOM_VARIABLE] = "x" * _ENVIRONMENT_ROOM
+    command = [sys.executable, "-m", __name__, str(theirs.fileno()), "x" * _COMMAND_ROOM]
+    options: dict[str, Any] = {"env": environment, "cwd": ROOT, "stdin": subprocess.DEVNULL}
+    with theirs:
+        return _Server(control, subprocess.Popen(command, pass_fds=[theirs.fileno()], **options))
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def test_process() -> None:
+    """Runs the code that xdist starts a test process with, in a process with a server. Its command line and environment
+    are those that tools/run_tests.py makes, with room, and xdist's own `-u -c CODE` at their end."""
+    sys.path[0] = str(ROOT)
+    set_environment()
+    prepare()
+    control, theirs = _pair()
+    if not os.fork():
+        control.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for file in (0, 1):  # they are connected to xdist
+            os.dup2(null, file)
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(theirs)
+        os._exit(0)
+    theirs.close()
+    _forked.append(control)
+    code, sys.argv = sys.argv[-1], ["-c"]
+    exec(code, sys.modules["__main__"].__dict__)
 
 
 def import_all() -> None:
@@ -320,18 +355,22 @@ def import_all() -> None:
         importlib.import_module(name)
 
 
-def serve(control: socket.socket) -> None:
-    """Forks what is asked for, until the test process ends."""
+def prepare() -> None:
+    """Imports what processes need, outside garbage collection."""
     gc.disable()
     os.environ.pop(ROOM_VARIABLE)
     given = dict(os.environ)
     os.environ.clear()  # libraries may keep pointers to its strings, which are not to be those that /proc shows
     os.environ.update(given)
     import_all()
-    fork_children()
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def serve(control: socket.socket) -> None:
+    """Forks what is asked for, until the test process ends."""
+    fork_children()
     while True:
         message, files, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not message:
@@ -356,6 +395,7 @@ def _await_end(parent: int) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
+        prepare()
         serve(socket.socket(fileno=int(sys.argv[1])))
     else:
         import_all()

@@ -35,8 +35,13 @@ def run(start: type[subprocess.Popen[bytes]], words: list[str], where: Path, **o
 
 
 @pytest.mark.parametrize("options", [{"start_new_session": True}, {"env": {"PYTHONUNBUFFERED": "1"}, "cwd": "/"}])
-def test_it_has_the_same_files_signals_session_and_place(options: dict[str, Any], tmp_path: Path) -> None:
-    by_exec, forked = (json.loads(run(start, [], tmp_path, **options)[1]) for start in BOTH)
+def test_it_has_the_same_files_signals_session_place_and_cores(options: dict[str, Any], tmp_path: Path) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        by_exec, forked = (json.loads(run(start, [], tmp_path, **options)[1]) for start in BOTH)
+    finally:
+        os.sched_setaffinity(0, cores)
     for facts, start in ((by_exec, BOTH[0]), (forked, BOTH[1])):
         facts["files"] = [target.replace(start.__name__, "X") for target in facts["files"]]
     assert forked == by_exec and forked["parent"] == os.getpid()
