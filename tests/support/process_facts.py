@@ -21,6 +21,9 @@ from typing import Any
 from launch.child import Child, ChildSpec
 
 PR_GET_PDEATHSIG = 2
+OF_GLIBC = 0b11 << 31
+"""The signals 32 and 33, by which glibc cancels threads and changes their user. It handles them from its first thread
+on, so whether a process ignores them as its parent does, in some shells' jobs, depends on that."""
 
 
 def facts() -> dict[str, Any]:
@@ -40,7 +43,10 @@ def facts() -> dict[str, Any]:
         "parent": os.getppid(),
         "own session": os.getsid(0) == os.getpid() == os.getpgid(0),
         "files": sorted(re.sub(r"\d+", "N", target) for target in open_files().values()),
-        "signals": re.findall(r"^(?:SigBlk|SigIgn|SigCgt):.*$", status, re.MULTILINE),
+        "signals": {
+            name: int(mask, 16) & ~OF_GLIBC
+            for name, mask in re.findall(r"^(Sig(?:Blk|Ign|Cgt)):\s*(\w+)$", status, re.MULTILINE)
+        },
         "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "death signal": death.value,
         "cores": sorted(os.sched_getaffinity(0)),
