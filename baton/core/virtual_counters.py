@@ -38,11 +38,13 @@ class VirtualCounters:
     def of(self, tenant: str) -> float:
         return self._served.get(tenant, 0.0)
 
-    def turn(self, tenant: str) -> tuple[float, bool, int]:
+    def turn(self, tenant: str, *, by_age: bool = False) -> tuple[float, bool, int]:
         """Returns the sort key of a tenant that waits: the lowest goes next. Those with credit have equal counters:
-        those that have received little since they entered go first, of these the one served longest ago."""
-        since = self._since.get(tenant, 0.0)
-        return max(self.of(tenant), self._floor), since > BURST, self._turns.get(tenant, 0)
+        those that have received little since they entered go first, of these the one served longest ago, or with
+        `by_age` all alike, before those without credit: the age of their requests decides."""
+        served, busy = self.of(tenant), self._since.get(tenant, 0.0) > BURST
+        alike = by_age and served < self._floor
+        return max(served, self._floor), busy, 0 if alike else self._turns.get(tenant, 0)
 
     def after_idle(self, tenant: str, waiting: Iterable[str]) -> float:
         """Returns the counter with which a tenant that has nothing in the queue would enter it; `waiting` are those

@@ -3,8 +3,9 @@
 Lower `priority` goes first. Within one, choices that ran before and were rescheduled go first, by age: their service
 has been charged, and their clients are in the middle of an answer. Then the tenants take turns by their virtual
 counters, each priority with counters of its own, so that what is served at one earns no debt at another; the choices of
-one tenant go by age. Those of a held key (one that has reached its `max_running`) do not wait for workers, and so do
-not take part.
+one tenant go by age, and so do those of all tenants with credit: in turns, the second of two would wait for all that
+arrive meanwhile, and the slowest would take longer. Those of a held key (one that has reached its `max_running`) do not
+wait for workers, and so do not take part.
 
 The counters (baton.core.virtual_counters) are those of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
 2024): service is `INPUT_WEIGHT` for each prompt token that is computed and `OUTPUT_WEIGHT` for each token generated. No
@@ -187,7 +188,7 @@ class FairQueue:
                     return entries[over][1]
                 if lane[0] in behind:
                     continue
-                head = (level.counters.turn(lane[0]), *entries[over])
+                head = (level.counters.turn(lane[0], by_age=True), *entries[over])
                 best = head if best is None else min(best, head)
         return None if best is None else best[2]
 

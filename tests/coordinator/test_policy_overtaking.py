@@ -108,7 +108,7 @@ def test_a_lower_priority_goes_past_nothing_and_a_higher_one_is_first() -> None:
 def test_a_choice_that_waits_for_kv_blocks_is_not_overtaken() -> None:
     d = placing("always", "p0", "p1", "d0", blocks=60)
     assert submit(d, of("a1", 100), of("b2", 4)) == ["a1", "b2"]
-    assert submit(d, of("a3", 150), of("b4", 4)) == [], "b4 would take blocks that a3 needs"
+    assert submit(d, of("c3", 150), of("b4", 4)) == [], "b4 would take blocks that c3 needs"
     assert d.dispatcher.role_without_room == "decode"
 
 

@@ -315,6 +315,7 @@ FAULTS = (
         T_FAIR_QUEUE,
     ),
     Fault("baton/core/virtual_counters.py", "if self._since[tenant] > BURST:", "if False:", T_FAIR_QUEUE),
+    Fault(FAIR_QUEUE, ", by_age=True", "", T_FAIR_QUEUE),
     Fault(DISPATCH, "        if many or long:\n", "        if False:\n", T_FAIR_QUEUE),
     Fault(
         DISPATCH,

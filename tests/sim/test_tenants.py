@@ -63,7 +63,7 @@ def test_others_whose_requests_follow_each_other_closely_notice_little(monkeypat
     ]
     heavy = [replace(row, tenant=HEAVY) for row in poisson(10.0, 4 * SECONDS, PROMPTS, OUTPUTS, 99)]
     alone = ttft_p99_s(others)[False]
-    assert ttft_p99_s(others + heavy)[False] <= 1.3 * alone
+    assert ttft_p99_s(others + heavy)[False] <= 1.1 * alone
     monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", 0)
     assert ttft_p99_s(others + heavy)[False] > 1.8 * alone, "the heavy tenant has a turn between them"
 
