@@ -5,15 +5,15 @@
     python benchmarks/tenants.py --quota 0.4         each worker with 0.4 of a core, as root
     python benchmarks/tenants.py --small 6 --share 0.125 --prompts 200-1500 --rounds 5
 
-On one cluster: the peak, by a closed loop of one tenant; then in turns, `--rounds` times, the small tenants alone
-(`--small`), each with a `--share` of the peak; the same beside another one that sends ten times as much as each; and
-beside one that sends so much that three times the peak arrives. Percentiles are those of all rounds together, since a
-machine does not keep its speed. A refused request is not sent again. Times are those of a client on the same
-cores, which does as little as it can: it reads of an answer no more than where it ends. Beside them are the
-coordinator's own: to the first token and the parts of it from its log, to a refusal (from the head of the request to
-the response) from `baton_http_refusal_seconds`; and the processor time of each process. With `--quota` the workers are
-the limit and not the host: coordinator and client have the rest of the cores. A run takes half of `--seconds` and
-three times that for each round, and half a minute. Writes `benchmarks/results/tenants.md`.
+On one cluster, in turns, `--rounds` times: the peak, by a closed loop of one tenant; the small tenants alone
+(`--small`), each with a `--share` of that peak; the same beside another one that sends ten times as much as each; and
+beside one that sends so much that three times the peak arrives. Each round has its own peak, and percentiles and
+goodput are those of all rounds together, since a machine does not keep its speed. A refused request is not sent again.
+Times are those of a client on the same cores, which does as little as it can: it reads of an answer no more than where
+it ends. Beside them are the coordinator's own: to the first token and the parts of it from its log, to a refusal (from
+the head of the request to the response) from `baton_http_refusal_seconds`; and the processor time of each process. With
+`--quota` the workers are the limit and not the host: coordinator and client have the rest of the cores. A round takes
+3.5 times `--seconds`. Writes `benchmarks/results/tenants.md`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from sim.stats import percentile
 HEAVY = "heavy"
 OUTPUT_TOKENS, CLIENTS, QUEUE = 16, 24, 64
 OVERLOAD, TENFOLD = 3.0, 10.0
+PAUSE_S = 1.0
 REFUSAL_LIMIT_S = 0.05
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 PROCESSES = ("client", "coordinator", "prefill", "decode")
@@ -289,7 +290,8 @@ async def measure(
     """The rows of the report and the table of processor times. `share`: of the peak, for each of `smalls`."""
     pids, windows, p99s = processes(operators, up), dict[str, Window](), list[dict[str, float]]()
 
-    async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0, turn: int = 0) -> None:
+    async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0, turn: int = 0) -> float:
+        """Returns how many requests were served per second."""
         known = windows.setdefault(name, Window(name))
         before = {kind: processor_s(of_kind) for kind, of_kind in pids.items()}
         load, began, idle = Load(running.url, name, prompts, turn), time.monotonic(), idle_s()
@@ -302,20 +304,21 @@ async def measure(
         known.idle_s += idle_s() - idle
         known.seconds += window_s
         known.answers += load.answers
-        known.in_time += sum(a.status == 200 and a.ended_at <= began + window_s for a in load.answers)
-        if turn:
+        in_time = sum(a.status == 200 and a.ended_at <= began + window_s for a in load.answers)
+        known.in_time += in_time
+        if not closed:
             p99s[turn - 1][name] = shown(load.answers, small=True, refused=False)[1]
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(PAUSE_S)
+        return in_time / window_s
 
     await window("warm", seconds / 6, closed=4)
-    await window("peak", seconds / 3, closed=CLIENTS)
-    peak = windows["peak"].served_per_s
-    if not peak:
-        raise SystemExit(f"no request was served: {Counter(a.status for a in windows['peak'].answers)}")
-    of_smalls = [(tenant, share * peak) for tenant in smalls]
     refused, stalls = defaultdict[float, float](float), 0.0
     for turn in range(1, rounds + 1):
         p99s.append({})
+        peak = await window("peak", seconds / 2, closed=CLIENTS, turn=turn)
+        if not peak:
+            raise SystemExit(f"no request was served: {Counter(a.status for a in windows['peak'].answers)}")
+        of_smalls = [(tenant, share * peak) for tenant in smalls]
         await window("alone", seconds, *of_smalls, turn=turn)
         await window("tenfold", seconds, *of_smalls, (HEAVY, TENFOLD * share * peak), turn=turn)
         before, stalls_before = scrape(operators)
@@ -324,7 +327,7 @@ async def measure(
         for bound in after:
             refused[bound] += after[bound] - before[bound]
         stalls += stalls_after - stalls_before
-    goodput, both = windows["both"].served_per_s, windows["both"].answers
+    peak, goodput, both = windows["peak"].served_per_s, windows["both"].served_per_s, windows["both"].answers
     logged = next(running.run_dir.rglob("coordinator.log")).read_text(errors="replace")
     statuses = Counter((a.tenant != HEAVY, a.status) for a in both)
     beside = ("alone", "tenfold", "both")
