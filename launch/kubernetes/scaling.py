@@ -18,6 +18,8 @@ from launch.topology import ROLES
 
 RATE_WINDOW = "5m"
 """Over which the cost of a prompt is averaged."""
+MAX_PERIOD_S = 1800
+"""Of the policy of a HorizontalPodAutoscaler; its validation refuses more."""
 
 
 def highest(config: KubernetesConfig, role: Role) -> int:
@@ -54,7 +56,7 @@ def scaled_object(
         asked = {"serverAddress": config.prometheus, "query": query, "threshold": f"{limit:g}"}
         asked["ignoreNullValues"] = "false"  # an empty answer is an error: the number of workers stays
         trigger = {"type": "prometheus", "metricType": "AverageValue", "metadata": asked}
-    down = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": grace_s}]}
+    down = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": min(grace_s, MAX_PERIOD_S)}]}
     return {
         "scaleTargetRef": target,
         "minReplicaCount": pool.replicas,

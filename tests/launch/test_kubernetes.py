@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from launch.cli import baton
 from launch.kubernetes.command import to_yaml
+from launch.kubernetes.objects import AFTER_DRAIN_S
 from tests.docs.generate import metrics
 from tests.support import kubernetes
 from tests.support.kubernetes import PodTemplate, Table, pod_templates
@@ -115,6 +116,17 @@ def test_objects_validate(form: str, which: str, emit: Callable[..., list[Table]
     kubernetes.rule_errors(objects, evaluated)
     assert len(evaluated) == len(of_kind(objects, "DisaggregatedSet")) + len(of_kind(objects, "ScaledObject"))
     assert len(pod_templates(objects)) == 4  # coordinator, leader and followers of prefill, decode
+
+
+@pytest.mark.parametrize(("drain_s", "period_s"), [(60, 60 + AFTER_DRAIN_S), (7200, 1800)])
+def test_a_pool_shrinks_by_a_worker_in_the_time_of_a_drain_or_half_an_hour(
+    drain_s: int, period_s: int, emit: Callable[..., list[Table]]
+) -> None:
+    """A HorizontalPodAutoscaler accepts no longer period."""
+    topology = TOPOLOGY.replace("drain_timeout_s = 60", f"drain_timeout_s = {drain_s}")
+    for scaled in of_kind(emit(*SCALED, topology=topology), "ScaledObject"):
+        behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        assert [policy["periodSeconds"] for policy in behavior["scaleDown"]["policies"]] == [period_s]
 
 
 def test_a_worker_takes_its_domain_from_the_label_that_is_named(emit: Callable[..., list[Table]]) -> None:
