@@ -374,7 +374,8 @@ class Dispatcher:
             able = [each for each in able if (facts := each.facts) is None or continues(before, facts) is None]
             return [each for each in able if each.key.revision == choice.revision] or able
         if self.traffic.shares and able:
-            revisions = self.traffic.revisions(choice.traffic_place, {each.key.revision for each in able})
+            present = {each.key.revision for each in able}
+            revisions = self.traffic.revisions(choice.traffic_place, choice.name.request_id, present)
             able = [each for each in able if each.key.revision in revisions]
         return able
 

@@ -7,7 +7,8 @@ request is meant for lack a role, it goes to any other whose share is not 0.
 Each request has a place from 0 to 100, and shares are intervals of it in the order of names: a share that grows keeps
 the requests it had. The place is sticky: it follows from the client's session (`x-session-id`); without one, a prompt
 that begins with an earlier prompt, as the next turn of a conversation does, has the place of that one. Prompts that
-only share a beginning, such as a system prompt, have places of their own.
+only share a beginning, such as a system prompt, have places of their own. A request that was queued before there were
+shares has a place by its id, once one is needed.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class Traffic:
             raise InvalidRequest(f"the shares are {total:g} % in all, above 100 %", param="share")
         self._shares = dict(sorted(new.items()))
 
-    def place(self, request: GenerateRequest, session: str) -> float:
-        """Returns the place of a new request, from 0 to below 100; 0 while there are no shares."""
+    def place(self, request: GenerateRequest, session: str) -> float | None:
+        """Returns the place of a new request, from 0 to below 100; None while there are no shares."""
         if not self._shares:
-            return 0.0
+            return None
         who = f"{len(request.tenant)}:{request.tenant}".encode()
         if session:
             return _place(who + session.encode())
@@ -76,10 +77,12 @@ class Traffic:
                 self._places.popitem(last=False)
         return place
 
-    def revisions(self, place: float, present: Collection[str]) -> Collection[str]:
-        """Returns those of the `present` revisions that a request at `place` may use."""
+    def revisions(self, place: float | None, request_id: str, present: Collection[str]) -> Collection[str]:
+        """Returns those of the `present` revisions that a request at `place` may use; without one, by its id."""
         if not self._shares:
             return present
+        if place is None:
+            place = _place(request_id.encode())
         end = 0.0
         for name, percent in self._shares.items():
             if end <= place < end + percent and name in present:

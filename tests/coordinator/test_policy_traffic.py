@@ -25,7 +25,7 @@ def with_shares(*words: str) -> Traffic:
 
 def revision(traffic: Traffic, prompt: tuple[int, ...], session: str = "") -> str:
     place = traffic.place(make_request(prompt=prompt), session)
-    (chosen,) = traffic.revisions(place, BOTH)
+    (chosen,) = traffic.revisions(place, "r", BOTH)
     return chosen
 
 
@@ -53,16 +53,16 @@ def test_a_share_that_grows_keeps_its_sessions_and_one_that_is_taken_back_has_no
     traffic.set({"v2": 0.0})
     assert not any(revision(traffic, (1, 2), name) == "v2" for name in names)
     traffic.set({}, clear=True)
-    assert traffic.shares == {} and set(traffic.revisions(0.0, BOTH)) == set(BOTH), "by room"
+    assert traffic.shares == {} and set(traffic.revisions(0.0, "r", BOTH)) == set(BOTH), "by room"
 
 
 def test_shares_without_workers_go_to_others_but_never_to_a_share_of_0() -> None:
     traffic = with_shares("a=30", "b=70", "c=0")
-    assert list(traffic.revisions(10.0, ["a", "b", "c"])) == ["a"]
-    assert list(traffic.revisions(10.0, ["b", "c"])) == ["b"]
-    assert list(traffic.revisions(10.0, ["b", "c", "d"])) == ["b", "d"]
-    assert list(traffic.revisions(10.0, ["c"])) == []
-    assert list(with_shares("a=30").revisions(99.0, ["a"])) == ["a"], "no other revision is there"
+    assert list(traffic.revisions(10.0, "r", ["a", "b", "c"])) == ["a"]
+    assert list(traffic.revisions(10.0, "r", ["b", "c"])) == ["b"]
+    assert list(traffic.revisions(10.0, "r", ["b", "c", "d"])) == ["b", "d"]
+    assert list(traffic.revisions(10.0, "r", ["c"])) == []
+    assert list(with_shares("a=30").revisions(99.0, "r", ["a"])) == ["a"], "no other revision is there"
 
 
 def test_tenants_do_not_share_sessions_and_remembered_prompts_are_bounded() -> None:
@@ -124,6 +124,21 @@ def test_requests_are_placed_by_their_share_and_running_ones_stay_when_it_is_tak
     d.reschedule("canary")  # its decode worker was lost
     assert [p.prefill for p in d.place()] == ["p1"], "only that model continues its output"
     assert d.choices["canary"].generated_by == make_facts(model_digest="x")
+
+
+def test_a_queue_from_before_there_were_shares_is_shared_as_well() -> None:
+    d = Placing(table(("p0", ""), ("d0", ""), v2={"model_digest": "x"}))
+    for name in ("p1", "d1"):
+        join(d.table, name, "v2", model_digest="x")
+    for number in range(100):
+        d.submit(make_choice(f"queued-{number}", 4, 8))
+    d.dispatcher.traffic.set({"v2": 20.0})
+    workers = Counter[str]()
+    while placed := d.place():
+        workers.update(p.prefill for p in placed)
+        for each in placed:
+            d.finish(each.name)
+    assert workers.total() == 100 and 10 <= workers["p1"] <= 30, workers
 
 
 def test_a_share_of_0_alone_serves_nothing_and_says_so() -> None:
