@@ -38,6 +38,12 @@ def drain(
         before = _present(cluster, worker)
         drain_worker(address, worker, timeout_s, token, tls=tls, next_role=next_role)
         console.stage(worker, f"draining   for up to {timeout_s:g} s")
+        if before is not None and not any(
+            row["role"] == before.role and row["state"] == "ready" and row["id"] != worker for row in cluster.workers
+        ):
+            console.stage(
+                worker, f"no other {before.role} worker is ready: requests that need one wait, up to --hold-s"
+            )
         deadline = time.monotonic() + timeout_s + GRACE_S
         while (now := _present(cluster := get_cluster(url), worker)) == before or (next_role and now is None):
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What `baton drain` and `baton flip` print when a worker is lost, or joins again in its first role."""
+"""What `baton drain` and `baton flip` print when a worker is lost, joins again in its first role, or was the last."""
 
 from __future__ import annotations
 
@@ -58,3 +58,19 @@ def test_a_worker_whose_lease_ended_has_not_left(
     monkeypatch.setattr(command, "POLL_S", 0.0)
     assert command.drain("p1", "http://127.0.0.1:1", 0.5, None, "", "", "") == code
     assert capsys.readouterr().out.splitlines()[-1].split(maxsplit=3)[-1] == line
+
+
+@pytest.mark.parametrize(
+    ("other", "last"),
+    [({"role": "prefill"}, False), ({"role": "prefill", "state": "draining"}, True), ({"role": "decode"}, True)],
+)
+def test_the_last_worker_of_a_role_drains_with_a_warning(
+    other: dict[str, str], last: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = ClusterView((BEFORE, BEFORE | {"id": "w2"} | other), "", {}), ClusterView((), "", {})
+    monkeypatch.setattr(command, "control_of", lambda *_: (before, "127.0.0.1:1", "", None))
+    monkeypatch.setattr(command, "drain_worker", lambda *_, **__: None)
+    monkeypatch.setattr(command, "get_cluster", lambda _: after)
+    assert command.drain("p1", "http://127.0.0.1:1", 0.5, None, "", "", "") == 0
+    warning = "no other prefill worker is ready: requests that need one wait, up to --hold-s"
+    assert (warning in capsys.readouterr().out) == last
