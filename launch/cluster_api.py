@@ -44,11 +44,8 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
     """
     prefix = f"no cluster at {url}: GET /workers:"
     status, document = _get(url, "workers", timeout_s)
-    if status in (401, 404):
-        keys = "with API keys or TLS, operators use --admin-port (8103)"
-        raise StartupError(f"{prefix} status {status}; {keys}")
     if status != 200:
-        raise StartupError(f"{prefix} status {status}")
+        raise StartupError(f"{prefix} status {status}{_other_address(status)}")
     try:
         control_host, _, control_port = str(document.get("control", "")).rpartition(":")
         if control_host in ("0.0.0.0", "[::]", "::"):  # it listens on all interfaces: use the host of HTTP
@@ -74,8 +71,10 @@ def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]
             return rows
         raise StartupError(f"{url}: GET /{path}: unexpected response")
     problem = document.get("error") if isinstance(document, dict) else None
-    reason = problem.get("message") if isinstance(problem, dict) else f"status {status}"
-    raise StartupError(f"{url}: {reason}")
+    if not isinstance(problem, dict):
+        raise StartupError(f"{url}: GET /{path}: status {status}{_other_address(status)}")
+    hint = "" if problem.get("code") == "request_not_found" else _other_address(status)
+    raise StartupError(f"{url}: {problem.get('message')}{hint}")
 
 
 def get_metrics(url: str) -> str:
@@ -89,8 +88,7 @@ def get_metrics(url: str) -> str:
     except OSError as error:
         raise StartupError(f"no cluster at {url}: {error}") from None
     if status != HTTPStatus.OK:
-        keys = "; with API keys or TLS, operators use --admin-port (8103)" if status in (401, 404) else ""
-        raise StartupError(f"no cluster at {url}: GET /metrics: status {status}{keys}")
+        raise StartupError(f"no cluster at {url}: GET /metrics: status {status}{_other_address(status)}")
     return text.decode("utf-8", "replace")
 
 
@@ -154,6 +152,11 @@ def _get(url: str, path: str, timeout_s: float) -> tuple[int, Any]:
     except OSError as error:
         raise StartupError(f"no cluster at {url}: {error}") from None
     return status, _printable(document)
+
+
+def _other_address(status: int) -> str:
+    """Returns what to try if an operator's document is not at the address of clients."""
+    return "; with API keys or TLS, operators use --admin-port (8103)" if status in (401, 404) else ""
 
 
 def _printable(value: Any) -> Any:

@@ -87,6 +87,26 @@ def test_a_response_of_another_kind_is_a_one_line_error(rows: list[Any], monkeyp
         get_requests("127.0.0.1:1")
 
 
+@pytest.mark.parametrize(
+    ("status", "document", "line"),
+    [
+        (404, {"error": {"message": "no such path", "code": "not_found"}}, "127.0.0.1:1: no such path; with API keys"),
+        (401, None, "127.0.0.1:1: GET /requests/r: status 401; with API keys"),
+        (
+            404,
+            {"error": {"message": "request 'r' is not", "code": "request_not_found"}},
+            "127.0.0.1:1: request 'r' is not$",
+        ),
+    ],
+)
+def test_a_missing_request_and_a_missing_path_have_messages_of_their_own(
+    status: int, document: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_api, "request_json", lambda *_: (status, document))
+    with pytest.raises(StartupError, match=f"^{line}"):
+        get_requests("127.0.0.1:1", "r")
+
+
 @pytest.mark.parametrize("url", ["", "http://", "http://a b", "http://a\0b", "http://[::1", "http://127.0.0.1:99999"])
 def test_what_is_no_address_is_a_one_line_error(url: str) -> None:
     with pytest.raises(StartupError, match=r"^no cluster at .* is not an address$"):
