@@ -40,7 +40,15 @@ from coordinator.http.errors import (
     is_for_anthropic,
     json_response,
 )
-from coordinator.http.generation import ADAPTER, EchoOnly, GenerationResponse, owned, time_limit_s, unique_id
+from coordinator.http.generation import (
+    ADAPTER,
+    SPLIT_HEADER,
+    EchoOnly,
+    GenerationResponse,
+    owned,
+    time_limit_s,
+    unique_id,
+)
 from coordinator.http.guard import CLIENT, IGNORED, Guard, Names
 from coordinator.http.inference import InferenceRoutes
 from coordinator.http.openapi import add_route, describe
@@ -198,7 +206,14 @@ def create_app(
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "x-ignored-fields", "server-timing", "retry-after"],
+            expose_headers=[
+                "x-request-id",
+                "request-id",
+                "x-ignored-fields",
+                "server-timing",
+                "retry-after",
+                SPLIT_HEADER,
+            ],
             max_age=600,
         )
     document = cache(partial(describe, app, settings.version))
@@ -454,7 +469,8 @@ class _Front:
     async def request(self, request_id: str) -> Response:
         timelines = self._pipeline.request(request_id)
         if not timelines:
-            message = f"request {printable(request_id, 100)!r} is not among the running ones and the last {KEPT}"
+            named = f"request {printable(request_id, 100)!r}"
+            message = f"{named} is not among the running ones and the last {KEPT}; refused ones are not recorded"
             raise NotFound(message, code="request_not_found", param="request_id")
         return json_response(await off_loop(len(timelines) > 50, _as_json, timelines))
 
