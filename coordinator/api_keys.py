@@ -126,6 +126,7 @@ def _of_file(path: str) -> dict[bytes, Client]:
     except UnicodeDecodeError:
         raise StartupError(f"{FLAG} {path}: keys must be ASCII") from None
     clients: dict[bytes, Client] = {}
+    names: set[str] = set()
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
             continue
@@ -135,8 +136,9 @@ def _of_file(path: str) -> dict[bytes, Client]:
         if digest in clients:
             raise StartupError(f"{where}: duplicate key")
         client = clients[digest] = _client(words, digest, where)
-        if sum(other.key == client.key for other in clients.values()) > 1:
+        if client.key in names:
             raise StartupError(f"{where}: another key already has the name {client.key!r}")
+        names.add(client.key)
     if not clients:
         raise StartupError(f"{FLAG} {path}: it holds no key")
     return clients
