@@ -163,6 +163,8 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         from baton.runtime.worker_ranks import lead, leave_torchrun
     imported = len(sys.modules) - before
     send_heartbeats()  # not before: loading libraries from a cold file system blocks the interpreter for long
+    if not config.replace:  # its predecessor may still have them
+        _check_ports(role, config)
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started, given = time.monotonic(), with_certificates(config)
@@ -225,6 +227,16 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
             stalls.cancel()
     if _OWN_SIGNAL in signals:
         leave_torchrun(ranks)
+
+
+def _check_ports(role: Role, config: WorkerConfig) -> None:
+    """Raises StartupError, before the model is loaded, if a port that this worker will open is in use."""
+    from baton.runtime.ports import check_free
+
+    check_free(config.host, config.health_port, "--health-port", "health")
+    if role == "decode":
+        check_free(config.host, config.link_port, "--link-port", "link")
+        check_free(config.host, config.store_port, "--store-port", "edge store")
 
 
 def with_certificates(config: WorkerConfig) -> WorkerConfig:

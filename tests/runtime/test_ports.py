@@ -7,8 +7,12 @@ import socket
 import grpc.aio
 import pytest
 
+from baton.core.commands import Role
 from baton.core.errors import StartupError
 from baton.core.names import host_port
+from baton.core.ranks import Ranks
+from baton.runtime import worker_main
+from baton.runtime.config import WorkerConfig
 from baton.runtime.ports import check_free, open_port
 
 
@@ -62,3 +66,12 @@ async def test_port_in_use_and_foreign_address_are_different_errors(capfd: pytes
 
 def test_ipv6_addresses_are_bracketed() -> None:
     assert (host_port("::1", 80), host_port("10.0.0.1", 80), host_port("a", 0)) == ("[::1]:80", "10.0.0.1:80", "a:0")
+
+
+@pytest.mark.parametrize(("role", "option"), [("decode", "link"), ("decode", "store"), ("prefill", "health")])
+async def test_a_worker_names_a_port_in_use_before_it_loads_its_model(role: Role, option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = WorkerConfig(model="/nonexistent", **{f"{option}_port": port})
+        with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is in use; choose another with --{option}"):
+            await worker_main._serve(role, config, Ranks.from_environment({}), lambda: pytest.fail)
