@@ -1,8 +1,8 @@
 """How long choices wait for workers that are not here: the limit `--hold-s`. Pure.
 
 A choice that no present worker can serve waits in the queue, or with parked KV, for one that joins or returns. It ends
-after `limit_s` in which none could serve it. A new request waits as well, unless a role that it needs has had no ready
-worker for that long, or ever.
+after `limit_s` in which none could serve it. A new request waits as well, however long there has been none: only
+readiness tells clients to send it elsewhere (`missing_role`).
 """
 
 from __future__ import annotations
