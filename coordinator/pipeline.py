@@ -234,13 +234,17 @@ class Pipeline:
         return self._cluster.workers.max_model_len(prompt_tokens)
 
     def ready(self) -> tuple[bool, str]:
-        """Returns whether a request is accepted, and one line with the reason if not: while a role has had no ready
-        worker for less than `--hold-s`, requests wait for one. A model that does not generate needs no decode worker.
-        """
+        """Returns whether requests should be sent here, and one line with the reason if not. While a role has had no
+        ready worker for less than `--hold-s`, they wait for one; also after `expect_workers`. A model that does not
+        generate needs no decode worker."""
         if self._cluster.requests.draining:
             return False, "draining"
         missing = self._cluster.requests.holding.missing_role(time.monotonic(), decode=self._generates)
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
+
+    def expect_workers(self) -> None:
+        """Lets the cluster be ready without workers for `--hold-s`: an autoscaler keeps none while no request waits."""
+        self._cluster.requests.holding.expect_workers(time.monotonic())
 
     def _num_tasks(self) -> int:
         """Returns the number of asyncio tasks, counted at most once per second: counting 30,000 takes 40 ms."""

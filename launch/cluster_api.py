@@ -92,6 +92,20 @@ def get_metrics(url: str) -> str:
     return text.decode("utf-8", "replace")
 
 
+def expect_workers(url: str) -> None:
+    """Reports that there are no workers on purpose, and that some are started when a request waits.
+
+    Raises:
+        StartupError: no cluster replies at `url`, or it does not know this request.
+    """
+    try:
+        status, _ = request_bytes("POST", f"{_root(url)}/expect_workers", TIMEOUT_S)
+    except OSError as error:
+        raise StartupError(f"no cluster at {url}: {error}") from None
+    if status != HTTPStatus.OK:
+        raise StartupError(f"{url}: POST /expect_workers: status {status}")
+
+
 def request_json(
     method: str, url: str, timeout_s: float, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:

@@ -211,7 +211,7 @@ class LocalCluster:
         if self._autoscaler is None:
             log = partial(self._console.stage, "autoscale")
             self._autoscaler = Autoscaler(policy, self._bound().admin_url, log)
-        if (size := self._autoscaler.look()) is not None:
+        if (size := self._autoscaler.look(acts=True)) is not None:
             self._follow(size)
 
     def _follow(self, size: Size) -> None:

@@ -151,6 +151,7 @@ def create_app(
     admin = (
         ("GET", "/metrics", front.metrics, "text/plain"),
         ("GET", "/workers", front.workers, "Workers"),
+        ("POST", "/expect_workers", front.expect_workers, "Live"),
         ("POST", "/v1/load_lora_adapter", front.load_adapter, "text/plain", schema.LoadAdapterBody),
         ("POST", "/v1/unload_lora_adapter", front.unload_adapter, "text/plain", schema.UnloadAdapterBody),
         ("GET", "/server_info", front.server_info, "ServerInfo"),
@@ -404,6 +405,10 @@ class _Front:
 
     async def workers(self) -> Response:
         return json_response(self._pipeline.workers())
+
+    async def expect_workers(self) -> Response:
+        self._pipeline.expect_workers()
+        return await self.live()
 
     async def server_info(self) -> Response:
         workers = [w for w in self._pipeline.workers()["workers"] if w["state"] != "lost"]

@@ -19,13 +19,14 @@ from coordinator.policy.dispatch import Dispatcher
 class Holding:
     def __init__(self, dispatcher: Dispatcher, limit_s: float) -> None:
         self._dispatcher, self.limit_s = dispatcher, limit_s
-        self._complete_at = [-math.inf, -math.inf]  # when prefill, and both roles, last had a ready worker
+        # When prefill, and both roles, last had a ready worker, or will have one.
+        self._complete_at = [-math.inf, -math.inf]
         self._expected_at = -math.inf  # no choice has waited for a missing worker before
 
     def expect_workers(self, at: float) -> None:
         """Lets choices wait for workers that are expected at that time, and `limit_s` from then on."""
-        self._complete_at = [at, at]
-        self._expected_at = at
+        self._complete_at = [max(at, known) for known in self._complete_at]
+        self._expected_at = max(at, self._expected_at)
 
     def look_for_roles(self, now: float) -> None:
         for decode in (False, True):
@@ -33,8 +34,8 @@ class Holding:
                 self._complete_at[decode] = now
 
     def missing_role(self, now: float, *, decode: bool = True) -> Role | None:
-        """Returns a role that has had no ready worker for `limit_s`, or ever: for that long requests may still find
-        one. Without `decode` only prefill is needed."""
+        """Returns a role that has had no ready worker for `limit_s`, or ever, and where none was expected: for that
+        long requests may still find one. Without `decode` only prefill is needed."""
         missing = self._dispatcher.missing_role(decode=decode)
         return None if now - self._complete_at[decode] < self.limit_s else missing
 

@@ -27,6 +27,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):  # type: i
     def __init__(self) -> None:
         self._size: Size | None = None  # as decided last; None: the cluster has not been reached yet
         self._changed = asyncio.Condition()
+        self.streams = 0  # of KEDA's operator, one for each ScaledObject: without any, nothing acts on the size
 
     async def decided(self, size: Size | None) -> None:
         async with self._changed:
@@ -40,14 +41,18 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):  # type: i
 
     async def StreamIsActive(self, request: Any, context: Any) -> AsyncIterator[Any]:
         role, sent = await _role(request, context), None
-        while True:
-            async with self._changed:
-                active = None if self._size is None else getattr(self._size, role) > 0
-                if active is None or active is sent:
-                    await self._changed.wait()
-                    continue
-            sent = active
-            yield externalscaler_pb2.IsActiveResponse(result=active)
+        self.streams += 1
+        try:
+            while True:
+                async with self._changed:
+                    active = None if self._size is None else getattr(self._size, role) > 0
+                    if active is None or active is sent:
+                        await self._changed.wait()
+                        continue
+                sent = active
+                yield externalscaler_pb2.IsActiveResponse(result=active)
+        finally:
+            self.streams -= 1
 
     async def GetMetricSpec(self, request: Any, context: Any) -> Any:
         name = metric_name(await _role(request, context))
@@ -95,7 +100,7 @@ async def serve(autoscaler: Autoscaler, host: str, port: int, every_s: float, op
     await server.start()
     try:
         while True:
-            await scaler.decided(await asyncio.to_thread(autoscaler.look))
+            await scaler.decided(await asyncio.to_thread(autoscaler.look, acts=scaler.streams > 0))
             await asyncio.sleep(every_s)
     finally:
         await server.stop(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.core.errors import StartupError
 from launch.autoscale.law import ClusterSample, Memory, Policy, Sizing, WorkerSample, decide
-from launch.cluster_api import get_cluster, get_metrics
+from launch.cluster_api import expect_workers, get_cluster, get_metrics
 from sim.scale.costs import Calibration
 from sim.scale.planner import Size
 from sim.stats import Slo
@@ -32,9 +32,10 @@ class Autoscaler:
         self.sample: ClusterSample | None = None  # the last one
         self.present = 0  # workers that were not lost
 
-    def look(self) -> Size | None:
+    def look(self, *, acts: bool = False) -> Size | None:
         """Returns the size to have now; None before the first look at the cluster. While the coordinator does not
-        reply, the size stays as it is."""
+        reply, the size stays as it is. `acts`: workers are started and ended accordingly. Then the coordinator is
+        told that it has none on purpose: if it were not ready, no balancer would send the request that starts some."""
         try:
             document, metrics = get_cluster(self._url).document, get_metrics(self._url)
             sample = read_sample(document, metrics, self._policy.slo, time.monotonic())
@@ -53,7 +54,13 @@ class Autoscaler:
         self.decision, self._memory = decide(self._policy, self._memory, sample)
         if before is None or self.decision.size != before.size or self.decision.unmet != before.unmet:
             self._log(str(self.decision))
-        self._report("")
+        problem = ""
+        if acts and self.decision.size == Size(0, 0):
+            try:
+                expect_workers(self._url)
+            except StartupError as error:
+                problem = f"without workers it is not ready: {error}"
+        self._report(problem)
         return self.decision.size
 
     def _report(self, problem: str) -> None:

@@ -7,12 +7,16 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import grpc.aio
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.runtime.streams import NO_PROXY
 from sim.scale.costs import DecodeCosts, PrefillCosts
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
@@ -23,6 +27,7 @@ from tests.support.scale import CALIBRATION
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 WORKERS = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+HOLD_S = 45.0  # and a request waits no longer for workers that start
 PAUSE_S = 0.5  # after each request, so that clients do not slow down the workers that start
 
 
@@ -76,6 +81,35 @@ async def test_workers_follow_the_load_from_zero_and_back(tmp_path: Path) -> Non
         output = running.output.read_text()
         assert output.count("left") >= 4 and "0 prefill + 0 decode" in output
         assert "2 prefill + 2 decode: prefill" in output and "uncached tokens" in output
+
+
+async def test_a_balancer_that_asks_for_readiness_wakes_a_cluster_without_workers(tmp_path: Path) -> None:
+    """It is ready before it has had a worker, and for longer than `--hold-s` after the last one."""
+    model = make_checkpoint(tmp_path / "m", arch="llama")
+    flags = {"autoscale": _calibration(tmp_path), "autoscale_min": 0, "autoscale_idle_s": 2.0, "hold_s": HOLD_S}
+    with cluster(model, run_dir=tmp_path / "run", **flags, served_model_name="m") as running:
+        async with (
+            httpx.AsyncClient(base_url=running.url, timeout=300.0) as http,
+            grpc.aio.insecure_channel(running.grpc, options=[NO_PROXY]) as channel,
+        ):
+
+            async def ready() -> bool:
+                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+                answers = {(await http.get(path)).status_code for path in ("/ready", "/health", "/v2/health/ready")}
+                assert answers in ({200}, {503})
+                serving = health.status == health_pb2.HealthCheckResponse.SERVING
+                assert serving is (answers == {200})
+                return serving
+
+            assert running.workers() == {} and await ready(), "before it had any"
+            assert (await http.post("/v1/completions", json=body([1, 2, 3], 2))).status_code == 200
+            await asyncio.to_thread(running.wait_until, lambda c: not c.workers(), "no worker", 60.0)
+            end = time.monotonic() + HOLD_S + 2.0
+            while time.monotonic() < end:
+                assert await ready(), "no balancer sends a request any more"
+                await asyncio.sleep(0.5)
+            assert running.workers() == {}
+            assert (await http.post("/v1/completions", json=body([1, 2, 3], 2))).status_code == 200
 
 
 async def test_a_fixed_number_of_workers_changes_roles_with_the_load(tmp_path: Path) -> None:

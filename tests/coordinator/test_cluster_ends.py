@@ -61,6 +61,8 @@ async def test_a_front_is_ready_while_a_role_is_empty_up_to_the_hold() -> None:
         assert b.pipeline.ready() == (True, "ready")
         assert (await b.submit("b").failed()).code == "no_prefill_worker"
         assert b.pipeline.ready() == (False, "no prefill worker is ready")
+        b.pipeline.expect_workers()
+        assert b.pipeline.ready() == (True, "ready")
 
 
 async def test_requests_beyond_the_queue_limit_and_duplicate_ids_are_refused() -> None:

@@ -288,6 +288,8 @@ async def test_state_endpoints(client: httpx.AsyncClient, generator: FakeGenerat
         assert response.status_code == 503 and response.json() == {"ready": False, "reason": "no prefill worker"}
         assert response.headers["retry-after"] == "1"
     assert (await client.get("/live")).status_code == 200
+    assert (await client.get("/expect_workers")).status_code == 405
+    assert (await client.post("/expect_workers")).status_code == (await client.get("/ready")).status_code == 200
 
 
 async def test_openapi_describes_paths_and_bodies(client: httpx.AsyncClient) -> None:

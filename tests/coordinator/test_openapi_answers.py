@@ -114,6 +114,7 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         assert (await check("POST", path, json={"query": "a", "documents": ["b"]})).status_code == 200
 
+    assert (await check("POST", "/expect_workers")).status_code == 200
     for operation, given in (("load", {"lora_name": "a", "lora_path": "/a"}), ("unload", {"lora_name": "a"})):
         assert (await check("POST", f"/v1/{operation}_lora_adapter", json=given)).status_code == 400
 

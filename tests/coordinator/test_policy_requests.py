@@ -452,6 +452,26 @@ def test_workers_that_are_expected_are_waited_for_beyond_the_hold() -> None:
     assert d.error(waits).code == "no_prefill_worker"
 
 
+def test_no_workers_on_purpose_is_ready_for_a_hold_after_the_last_report() -> None:
+    d = Drive(hold_s=30.0)
+    holding = d.requests.holding
+    assert holding.missing_role(d.now) == "prefill", "none has ever been ready"
+    for _ in range(3):
+        holding.expect_workers(d.now)
+        d.tick(29.0)
+        assert holding.missing_role(d.now) is holding.missing_role(d.now, decode=False) is None
+    d.tick(1.0)
+    assert holding.missing_role(d.now) == "prefill"
+    waits = d.submit("r")
+    d.tick(29.9)
+    assert waits.error is None, "what arrives nevertheless waits as long as ever"
+    d.requests.end(waits, "the client disconnected", d.now)
+    holding.expect_workers(d.now + 30.0)
+    holding.expect_workers(d.now)
+    d.tick(59.0)
+    assert holding.missing_role(d.now) is None, "a later time, as at a take-over, stays"
+
+
 def test_returning_role_stops_the_hold_timeout_even_without_room_for_all() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     first, _ = d.at(Stage.DECODE, "first", prompt=(1,) * 40)

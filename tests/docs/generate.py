@@ -68,7 +68,7 @@ ENDPOINTS = {
     "POST /tokenize": "`prompt`, or `messages` with `tools` and the template's other fields, to token ids",
     "POST /detokenize": "`tokens` to text, special tokens shown",
     "GET /health": "200 while requests are accepted: each role that they need has a ready worker, or had one less than "
-    "`--hold-s` ago; else 503 with the reason",
+    "`--hold-s` ago, or an autoscaler keeps none until one arrives; else 503 with the reason",
     "GET /ready": "the same",
     "GET /": "a page with a chat box, the pools and the last requests",
     "GET /live": "200 while the coordinator runs",
@@ -77,6 +77,8 @@ ENDPOINTS = {
     "GET /requests/{request_id}": "the choices of one, see"
     " [where the time went](operations.md#where-the-time-of-a-request-went)",
     "GET /workers": "the table of workers, see [operations](operations.md)",
+    "POST /expect_workers": "from an autoscaler: there are no workers on purpose, and a request starts some;"
+    " `/ready` is 200 for another `--hold-s`",
     "POST /v1/load_lora_adapter": "`lora_name`, `lora_path`, `load_inplace`: loads a [LoRA"
     " adapter](models.md#lora-adapters) at all workers, with `--allow-runtime-lora-updating`",
     "POST /v1/unload_lora_adapter": "`lora_name`: removes its name; running requests finish with it",

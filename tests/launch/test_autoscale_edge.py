@@ -72,6 +72,7 @@ DOCUMENT = {
     "control": "127.0.0.1:8101",
     "coordinator": COORDINATOR,
 }
+IDLE = DOCUMENT | {"workers": [], "coordinator": dict.fromkeys(COORDINATOR, 0) | {"waits_for": ""}}
 METRICS = f"""# HELP {TTFT} time to the first token
 # TYPE {TTFT} histogram
 {TTFT}_bucket{{le="0.3"}} 40.0
@@ -83,6 +84,7 @@ METRICS = f"""# HELP {TTFT} time to the first token
 # TYPE other gauge
 other{{le="0.3"}} 1.0
 """
+EXPECT = "/expect_workers"
 LOAD = ["--rate", "8", "--duration-s", "60", "--input-len", "2000", "--output-len", "20"]
 POLICY = Policy(Slo(1.0, 0.05, 0.95), CALIBRATION, CALIBRATION, Size(0, 0), Size(8, 8))
 
@@ -107,11 +109,19 @@ def test_values_above_a_limit() -> None:
 
 class _Coordinator(BaseHTTPRequestHandler):
     document: Any = DOCUMENT
+    asked: list[str]
+    post_status = 200
 
     def do_GET(self) -> None:
         metrics = self.path == "/metrics"
-        body = METRICS.encode() if metrics else json.dumps(self.document).encode()
-        self.send_response(200)
+        self._answer(200, METRICS.encode() if metrics else json.dumps(self.document).encode())
+
+    def do_POST(self) -> None:
+        self._answer(self.post_status, b"{}")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.asked.append(self.path)
+        self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -125,6 +135,7 @@ def coordinator() -> Any:
     class Handler(_Coordinator):
         pass
 
+    Handler.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
     server.handler = Handler  # type: ignore[attr-defined]
@@ -142,6 +153,19 @@ def test_a_coordinator_that_does_not_reply_changes_nothing_and_is_logged_once(co
     assert autoscaler.look() == size and autoscaler.look() == size
     assert len(lines) == 2 and "unchanged: the coordinator does not report 'admitted'" in lines[1]
     assert Autoscaler(POLICY, "http://127.0.0.1:1", lines.append).look() is None
+
+
+def test_only_what_starts_workers_reports_that_there_are_none_on_purpose(coordinator: Any) -> None:
+    handler, lines = coordinator.handler, list[str]()
+    handler.document = IDLE
+    autoscaler = Autoscaler(POLICY, f"http://127.0.0.1:{coordinator.server_port}", lines.append)
+    assert autoscaler.look() == Size(0, 0) and EXPECT not in handler.asked
+    assert autoscaler.look(acts=True) == Size(0, 0) and handler.asked[-1] == EXPECT
+    handler.post_status = 404
+    assert autoscaler.look(acts=True) == autoscaler.look(acts=True) == Size(0, 0) and handler.asked.count(EXPECT) == 3
+    assert len(lines) == 2 and "without workers it is not ready: " in lines[1] and "status 404" in lines[1]
+    handler.document = DOCUMENT | {"workers": []}
+    assert autoscaler.look(acts=True) == Size(1, 1) and handler.asked.count(EXPECT) == 3, "from here --hold-s counts"
 
 
 def test_where_no_decode_worker_is_needed_those_that_run_are_not_kept(coordinator: Any) -> None:
@@ -165,8 +189,7 @@ def test_a_calibration_of_other_workers_is_named_once(coordinator: Any) -> None:
 
 @pytest.fixture
 async def keda(coordinator: Any) -> AsyncIterator[tuple[Any, Any]]:
-    coordinator.handler.document = DOCUMENT | {"workers": [], "coordinator": dict.fromkeys(COORDINATOR, 0)}
-    coordinator.handler.document["coordinator"]["waits_for"] = ""
+    coordinator.handler.document = IDLE
     ports: asyncio.Queue[int] = asyncio.Queue()
     autoscaler = Autoscaler(POLICY, f"http://127.0.0.1:{coordinator.server_port}", lambda line: None)
     task = asyncio.create_task(serve(autoscaler, "127.0.0.1", 0, 0.02, ports.put_nowait))
@@ -193,6 +216,23 @@ async def test_keda_receives_both_roles_when_the_first_request_arrives(keda: tup
         (value,) = (await scaler.GetMetrics(request)).metricValues
         assert (spec.targetSizeFloat, value.metricName) == (1.0, f"baton-{role}-workers")
         assert value.metricValueFloat == value.metricValue == 1
+
+
+async def test_zero_is_on_purpose_only_while_keda_is_there(keda: tuple[Any, Any]) -> None:
+    scaler, coordinator = keda
+
+    async def looked(*, expects: bool) -> None:
+        """Waits for four looks of which each, or none, was followed by a report."""
+        async with asyncio.timeout(30):
+            while (last := coordinator.asked[-12:]).count("/workers") < 4 or last.count(EXPECT) != 4 * expects:
+                await asyncio.sleep(0.02)
+
+    await looked(expects=False)
+    stream = scaler.StreamIsActive(_reference("prefill"))
+    assert (await asyncio.wait_for(stream.read(), 30)).result is False
+    await looked(expects=True)
+    stream.cancel()
+    await looked(expects=False)
 
 
 async def test_what_keda_asks_wrongly_is_refused_by_name(keda: tuple[Any, Any]) -> None:

@@ -105,6 +105,9 @@ class FakeGenerator:
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
 
+    def expect_workers(self) -> None:
+        self.not_ready = ""
+
     def workers(self) -> dict[str, object]:
         row = {"id": "prefill-0", "role": "prefill", "state": "ready", "blocks_total": 10, "blocks_free": 4}
         own = {"requests": 5, "queued": 2, "choices": 9, "queued_choices": 3}
