@@ -45,11 +45,14 @@ def check_scaling(config: KubernetesConfig, pools: Sequence[PodPool]) -> None:
 def scaled_object(
     config: KubernetesConfig, pool: PodPool, target: dict[str, Any], job: str, grace_s: int
 ) -> dict[str, Any]:
-    """Returns the spec of a ScaledObject: from the pool's number of workers up to the option's. `job` labels the
-    coordinator's series. `grace_s` is how long a worker may take to end: it removes one at a time."""
+    """Returns the spec of a ScaledObject: up to the option's number of workers, from the pool's, or with `--scaler`
+    from what that asks for. `job` labels the coordinator's series. `grace_s` is how long a worker may take to end: it
+    removes one at a time."""
     if config.scaler:
         trigger = {"type": "external-push", "metadata": {"scalerAddress": config.scaler, "role": pool.role}}
+        least = {"minReplicaCount": 0, "cooldownPeriod": 0}  # `--min` and `--idle-s` of `baton autoscale` bound it
     else:
+        least = {"minReplicaCount": pool.replicas}
         query, limit = _backlog_s(job), config.backlog_s
         if pool.role == "decode":
             query, limit = _kv_used(job), config.kv_share
@@ -59,7 +62,7 @@ def scaled_object(
     down = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": min(grace_s, MAX_PERIOD_S)}]}
     return {
         "scaleTargetRef": target,
-        "minReplicaCount": pool.replicas,
+        **least,
         "maxReplicaCount": highest(config, pool.role),
         "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": down}}},
         "triggers": [trigger],

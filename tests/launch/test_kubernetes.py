@@ -129,6 +129,14 @@ def test_a_pool_shrinks_by_a_worker_in_the_time_of_a_drain_or_half_an_hour(
         assert [policy["periodSeconds"] for policy in behavior["scaleDown"]["policies"]] == [period_s]
 
 
+def test_only_a_scaler_may_ask_for_no_workers(emit: Callable[..., list[Table]]) -> None:
+    """What it asks for is bounded by its own options. A query about a pool without pods could not start any."""
+    for form, least in (("disaggregatedset scaled", [1, 2]), ("external scaler", [0, 0])):
+        specs = [each["spec"] for each in of_kind(emit(*FORMS[form]), "ScaledObject")]
+        assert [spec["minReplicaCount"] for spec in specs] == least
+        assert [spec.get("cooldownPeriod") for spec in specs] == ([None] * 2 if any(least) else [0, 0])
+
+
 def test_a_worker_takes_its_domain_from_the_label_that_is_named(emit: Callable[..., list[Table]]) -> None:
     label = kubernetes.SLICE_LABEL
     for options, paths in ((), []), (("--domain-label", label), [f"metadata.labels['{label}']"] * 3):
