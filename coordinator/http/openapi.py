@@ -67,7 +67,7 @@ _SPAN = _object(**_each(TEXT, "name", "worker"), **_each(NUMBER, "start_ms", "ms
 _PRICES = ("apart_ms", "on_decode_ms", "hand_over_ms", "apart_others_ms", "decode_others_ms")
 _TIMELINE = {
     **_each(NUMBER, "total_ms", "first_token_ms"),
-    **_each(TEXT, "prefill_worker", "decode_worker"),
+    **_each(TEXT, "prefill_worker", "decode_worker", "revision"),
     "split": _or_null(_object(**_each(TEXT, "prompt_on", "reason"), **_each(NUMBER, *_PRICES))),
     "spans": _list(_SPAN),
 }

@@ -86,6 +86,7 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
     more = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
     asked: list[tuple[str, dict[str, Any], list[Any]]] = [
         (COMPLETIONS, {}, reply("a", "b")),
+        (COMPLETIONS, {"return_timeline": True}, reply("a")),
         (COMPLETIONS, {"logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "echo": True}, scored),
         (CHAT, {}, reply("a", "b")),
         (CHAT, more, scored),
