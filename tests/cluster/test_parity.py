@@ -84,14 +84,19 @@ def check_tokens(model: Path, answers: list[dict[str, Any]]) -> None:
 
 
 def check_work(model: Path, running: Cluster, repeats: int) -> None:
-    """Decode computed no prompt token, and exactly the prompts' KV went over the edge."""
+    """Decode computed no prompt token, and exactly the prompts' KV went over the edge: of layers with a window, what is
+    in it for the next token."""
     workers = running.workers()
     layout = parse_model_config(json.loads((model / "config.json").read_text())).kv_layout(16, "float32")
-    computed = sum(LENGTHS) + 2 * sum(LENGTHS[:repeats]) + LONG_ONES * LONG
+    lengths = LENGTHS + 2 * LENGTHS[:repeats] + LONG_ONES * (LONG,)
+    sent = sum(
+        layer.bytes_per_token * min(length, layer.window - 1 if layer.window else length)
+        for layer in layout.layers
+        for length in lengths
+    )
     assert workers["decode-0"]["prompt_tokens_computed"] == 0
-    assert workers["prefill-0"]["prompt_tokens_computed"] == computed
-    assert workers["decode-0"]["kv_bytes_received"] == computed * layout.bytes_per_token
-    assert workers["prefill-0"]["kv_bytes_sent"] == computed * layout.bytes_per_token
+    assert workers["prefill-0"]["prompt_tokens_computed"] == sum(lengths)
+    assert workers["decode-0"]["kv_bytes_received"] == workers["prefill-0"]["kv_bytes_sent"] == sent
     assert workers["decode-0"]["tokens_generated"] == (len(LENGTHS) + 2 * repeats) * (COUNT - 1) + LONG_ONES
 
 
