@@ -281,7 +281,10 @@ def _run(command: Sequence[str]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except Exception:  # as an interpreter that ends: it shows the error, and its exit code stays
+        traceback.print_exc()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
