@@ -41,8 +41,8 @@ from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
 from launch.plan import BATCHES, COORDINATOR
-from launch.roll import REQUESTED, Roll
-from launch.run_directory import ROLL, reading, write_addresses
+from launch.roll import Roll, take_request
+from launch.run_directory import write_addresses
 from launch.supervisor import Backoff, MemberFailed, Signals, Supervised
 from sim.scale.planner import Size
 
@@ -124,6 +124,9 @@ class LocalCluster:
     def batches(self) -> Supervised | None:
         return self._batches
 
+    def drain_timeout_s(self, name: str) -> float:
+        return self._members.drain_timeout_of(name)
+
     def succeed_coordinator(self) -> Child:
         if self._coordinator is None or (old := self._coordinator.child) is None:
             raise StartupError("the coordinator is not running")
@@ -137,13 +140,12 @@ class LocalCluster:
             self._coordinator.restore(child)
 
     def _tick_roll(self) -> None:
-        members = self._members
         if self._roll is None:
-            if reading(members.run_dir / ROLL).get("state") != REQUESTED:
+            if not take_request(self._members.run_dir, self._console):
                 return
             self._console.stage("roll", "replacing every process, one after the other")
-            limits = {"start_timeout_s": members.start_timeout_s, "drain_timeout_s": members.drain_timeout_s}
-            self._roll = Roll(self, members.run_dir, self._console, **limits)
+            start_s = self._members.start_timeout_s
+            self._roll = Roll(self, self._members.run_dir, self._console, start_timeout_s=start_s)
         self._roll.tick()
         if self._roll.ended:
             self._roll = None
@@ -371,9 +373,9 @@ class LocalCluster:
         limit = self._members.drain_timeout_s + STOP_GRACE_S
         deadline = time.monotonic() + limit
         self._console.stage("stopping", f"draining for up to {limit:.0f} s; a second Ctrl-C kills it immediately")
+        if self._roll is not None:
+            self._roll.close()  # leaves one coordinator
         coordinator = self._coordinator.child if self._coordinator else None
-        if self._roll is not None and (old := self._roll.old) is not None:
-            old.kill()  # its successor drains the workers that have joined it
         batches = self._batches.child if self._batches else None
         if batches is not None:
             batches.terminate()

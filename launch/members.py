@@ -92,6 +92,13 @@ class Members:
     def parts(self) -> dict[str, WorkerPart]:
         return {part.name: part for part in self.plan.parts if part.node.name in self.nodes}
 
+    def drain_timeout_of(self, name: str) -> float:
+        """Returns the time limit of a member's requests when it drains: its own, or the coordinator's if longer."""
+        place = self.parts[name].worker if name in self.parts else self.plan.topology.batches
+        if name == COORDINATOR or place is None:
+            return self.drain_timeout_s
+        return max(self.drain_timeout_s, place.config.drain_timeout_s)
+
     @property
     def ready_file(self) -> Path:
         return self.run_dir / READY

@@ -25,6 +25,7 @@ CLUSTER = "cluster.json"
 TOKEN = "cluster.token"
 KEYS = "api.keys"
 ROLL = "roll.json"
+ROLL_REQUEST = "roll-request.json"
 READY = "coordinator.json"
 BATCHES_READY = "batches.json"
 DATA = "data"
@@ -160,7 +161,8 @@ def is_held(path: Path) -> bool:
 
 
 def _remove_addresses(path: Path) -> None:
-    for name in (CLUSTER, READY, BATCHES_READY, TOKEN, KEYS, ROLL):
+    # The request last: whoever waits for a roll reads its progress once that is gone.
+    for name in (CLUSTER, READY, BATCHES_READY, TOKEN, KEYS, ROLL, ROLL_REQUEST):
         (path / name).unlink(missing_ok=True)
 
 

@@ -1,10 +1,11 @@
 """Supervises processes: a member of a cluster, which is restarted, and ranks, which start and end together.
 
-A member that was drained is not restarted. Before it has ever joined, one that exits with a startup error (code 3: bad
-checkpoint, port in use) ends the cluster: a retry would fail the same way. After any other exit it is retried, three
-runs in all. Once it has joined, it is always restarted: 1 s after it was killed, which says nothing about it; after 1,
-2, 4 .. 30 s when it failed by itself. A run that stayed joined for a minute resets that backoff. While no worker of its
-role is ready, requests wait: it is restarted at once, or, if it fails by itself again and again, after at most RETRY_S.
+A member that was drained is not restarted, unless a roll drained it. Before it has ever joined, one that exits with a
+startup error (code 3: bad checkpoint, port in use) ends the cluster: a retry would fail the same way. After any other
+exit it is retried, three runs in all. Once it has joined, it is always restarted: 1 s after it was killed, which says
+nothing about it; after 1, 2, 4 .. 30 s when it failed by itself. A run that stayed joined for a minute resets that
+backoff. While no worker of its role is ready, requests wait: it is restarted at once, or, if it fails by itself again
+and again, after at most RETRY_S.
 
 Its parents sleep until a child ends, a signal arrives, or a timeout expires (`Signals`).
 """
@@ -102,10 +103,12 @@ class Supervised:
         self.name = name
         # Whether this run has joined the current coordinator.
         self.joined = False
-        # Whether it exited with 0 after it had joined, or was retired.
+        # Whether it exited with 0 after it had joined, unless it was renewed; or was retired.
         self.left = False
         # Whether it is not to run: however it ends, it is not restarted.
         self.retired = False
+        # Whether this run is to be followed by another one when it leaves.
+        self._renewed = False
         # The current run; without one, the next starts at `restart_at`, or at `urgent_at` while no worker of its role
         # is ready.
         self.child: Child | None = None
@@ -126,7 +129,7 @@ class Supervised:
         spec = self._spec()
         if self._started_at:
             spec = replace(spec, environment={**spec.environment, REPLACE: "true"})
-        self.joined = self.left = self._joined_this_run = False
+        self.joined = self.left = self._joined_this_run = self._renewed = False
         self.restart_at = None
         self._started_at = time.monotonic()
         self.child = Child(spec)
@@ -157,9 +160,13 @@ class Supervised:
             self.restart_at = self.urgent_at = time.monotonic() + RETRY_S
             self._console.stage(self.name, f"{error.message}; retrying in {RETRY_S:g} s")
 
-    def leave(self) -> None:
-        """Requests the child to drain and to end; whether it then starts again is up to the caller."""
-        if self.child is not None:
+    def renew(self) -> None:
+        """Requests the child to drain and to end. The next run starts then, however late that is, or now if there is
+        no child."""
+        if self.child is None:
+            self.left, self.restart_at = False, time.monotonic()
+        else:
+            self._renewed = True
             self.child.terminate()
 
     def succeed(self, spec: ChildSpec) -> Child | None:
@@ -208,8 +215,10 @@ class Supervised:
     def _died(self, child: Child, code: int, now: float) -> None:
         self.child, self.joined = None, False
         if self.retired or (code == 0 and self._joined_this_run):  # a worker exits with 0 only when it was drained
-            self.left = True
+            self.left = self.retired or not self._renewed
             self._console.stage(self.name, "left")
+            if not self.left:
+                self.restart_at = self.urgent_at = now
             return
         log, reason = child.spec.log, child.reason
         delay = self._policy.died(code, now)

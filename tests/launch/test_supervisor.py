@@ -50,6 +50,26 @@ def test_member_that_exits_with_0_after_joining_is_not_restarted(tmp_path: Path)
     assert drained.child is None
 
 
+def test_a_member_that_is_renewed_starts_again_when_it_leaves(tmp_path: Path) -> None:
+    """One that drained after the limit of a roll stayed away, and the next roll skipped it."""
+    made = not_started(tmp_path, 0)
+    made.start()
+    made.mark_joined("joined")
+    assert made.child is not None and made.child.wait(30.0) == 0
+    made.renew()
+    until_it_ends(made)
+    assert not made.left
+    made.tick()
+    assert made.child is not None
+    made.mark_joined("joined")
+    until_it_ends(made)
+    assert made.left, "it was renewed once"
+    made.renew()
+    made.tick()
+    assert made.child is not None, "also one that had left"
+    made.kill()
+
+
 def test_member_that_failed_is_restarted(tmp_path: Path) -> None:
     dead = member(tmp_path, 1, joins=True)
     assert not dead.left and dead.restart_at is not None

@@ -20,6 +20,7 @@ from launch.local import example_curl, example_request
 from launch.supervisor import REPEAT_S
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
+from tests.support.forks import start as start_process
 from tests.support.launchers import find_box
 from tests.support.processes import listening
 from tests.support.scale import CALIBRATION
@@ -268,6 +269,48 @@ def test_a_worker_that_the_autoscaler_starts_and_that_cannot_start_ends_no_other
     assert cluster.process.poll() is None and cluster.pids("prefill-0") == before
     assert output(cluster).count("prefill-1     starting") == 1
     cluster.stop()
+
+
+def _rolled(cluster: Cluster) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "launch.cli", "roll", "--run-dir", str(cluster.run_dir)]
+    with (cluster.run_dir / "roll.out").open("wb") as shown:
+        return start_process(command, env={**os.environ}, stdout=shown, stderr=subprocess.STDOUT)
+
+
+def _result(cluster: Cluster, client: subprocess.Popen[bytes]) -> tuple[int, str]:
+    return client.wait(60.0), (cluster.run_dir / "roll.out").read_text()
+
+
+def test_a_roll_goes_on_after_the_coordinator_died_and_keeps_it_if_its_successor_cannot_start(start) -> None:
+    """The first worker that had not joined again, here as it is stopped, ended the roll as "not running"."""
+    cluster = wait_ready(start())
+    first, before = cluster.coordinator_pid(), {name: cluster.pids(name) for name in ("prefill-0", "decode-0")}
+    cluster.kill(before["decode-0"][0], signal.SIGSTOP)
+    cluster.kill(first)
+    cluster.wait_until(lambda c: "on the same ports   restart" in output(c), "restart of the coordinator")
+    cluster.wait_until(lambda c: "prefill-0     joined again" in output(c), "its first worker")
+    client = _rolled(cluster)
+    progress = cluster.run_dir / "roll.json"
+    waiting = {"now": "decode-0", "doing": "waiting until it has joined"}.items()
+    cluster.wait_until(lambda c: waiting <= json.loads(progress.read_text()).items(), "decode-0's turn")
+    cluster.kill(before["decode-0"][0], signal.SIGCONT)
+    code, shown = _result(cluster, client)
+    assert code == 1 and "the new coordinator ended at its start" in shown, shown
+    assert cluster.coordinator_pid() != first
+    assert not {name for name, pids in before.items() if cluster.pids(name) == pids}
+    cluster.stop()
+
+
+def test_a_signal_while_a_roll_starts_a_coordinator_drains_through_the_old_one(start) -> None:
+    """The old one was killed, and with it the requests, as the new one served none yet."""
+    cluster = wait_ready(start(env={"FAKE_COORDINATOR": "late"}))
+    client = _rolled(cluster)
+    cluster.wait_until(lambda c: ", beside pid" in output(c), "the second coordinator")
+    cluster.stop()
+    code, shown = _result(cluster, client)
+    assert code == 3 and "the roll left no result" in shown, shown
+    for name in ("prefill-0", "decode-0"):
+        assert "drained by the coordinator" in (cluster.run_dir / f"{name}.log").read_text()
 
 
 def test_port_in_use_is_a_one_line_error(start) -> None:

@@ -1,8 +1,8 @@
 """A fake coordinator: ports, ready-file, GET /workers, drain on SIGTERM. Workers join over HTTP.
 
 The file that FAKE_DEMAND names, if it exists, is the part `coordinator` of GET /workers. FAKE_COORDINATOR selects a
-failure: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after
-two workers joined).
+failure: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after two workers joined), `late`
+(with --take-over it opens no ports). Otherwise it fails with --take-over: it cannot share its ports.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def main() -> None:
     if mode == "refuse":
         record_error("the fake coordinator refuses")
         sys.exit(3)
+    if mode == "late" and "--take-over" in sys.argv:
+        time.sleep(60)
     workers: dict[str, dict[str, Any]] = {}
     draining = threading.Event()
 
@@ -47,12 +49,12 @@ def main() -> None:
                     {"workers": rows} | ({"coordinator": json.loads(demand.read_text())} if demand.exists() else {})
                 )
             else:
-                self.reply({"drain": draining.is_set()})
+                self.reply({"drain": draining.is_set(), "run": os.getpid()})
 
         def do_POST(self) -> None:
             worker = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             workers[worker["id"]] = worker
-            self.reply({})
+            self.reply({"run": os.getpid()})
 
         def reply(self, value: object) -> None:
             body = json.dumps(value).encode()

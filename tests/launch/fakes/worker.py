@@ -9,15 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 import urllib.request
+from typing import Any
 
 from baton.runtime.process import die_with_parent, record_error
 
 
+def answer(request: str | urllib.request.Request) -> dict[str, Any]:
+    return dict(json.loads(urllib.request.urlopen(request, timeout=1).read()))
+
+
 def main() -> None:
     die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator")
     parser.add_argument("--worker-id")
@@ -41,17 +48,18 @@ def main() -> None:
     me |= dict.fromkeys((*counts, "waiting", "blocks_total", "blocks_free", "block_size"), 0)
     me["incarnation"] = os.getpid()
     give_up = time.monotonic() + 60
-    joined = False
+    run = 0  # of the coordinator that it has joined
     while time.monotonic() < give_up:
         try:
-            if not joined:
-                urllib.request.urlopen(urllib.request.Request(url, json.dumps(me).encode()), timeout=1).read()
-                joined = True
-            drain = json.loads(urllib.request.urlopen(url + "/drain", timeout=1).read())["drain"]
-            if drain and mode != "stubborn":
+            if not run:
+                run = answer(urllib.request.Request(url, json.dumps(me).encode()))["run"]
+            now = answer(url + "/drain")
+            run = run if now["run"] == run else 0
+            if now["drain"] and mode != "stubborn":
+                print("drained by the coordinator", flush=True)
                 return
         except OSError:
-            joined = False
+            run = 0
         time.sleep(0.05)
 
 
