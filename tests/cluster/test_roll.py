@@ -185,7 +185,8 @@ async def test_a_canary_gets_its_share_and_is_rolled_back_while_its_stream_runs(
     other, sessions = other_weights(model, tmp_path / "v2"), [f"s{number}" for number in range(60)]
     shares = Traffic()
     shares.set({"v2": 30.0})
-    meant = {s: shares.revisions(shares.place(GenerateRequest("r", (1,), 1), s), ("", "v2"))[0] for s in sessions}  # type: ignore[index]
+    places = {s: shares.place(GenerateRequest("r", (1,), 1), s) for s in sessions}
+    meant = {s: shares.revisions(place, "r", ("", "v2"))[0] for s, place in places.items()}  # type: ignore[index]
     assert 8 < [*meant.values()].count("v2") < 30
     with cluster(model, run_dir=tmp_path / "run", exact=True, served_model_name="m") as running:
         traffic(running, "v2=30")
