@@ -164,7 +164,7 @@ class Supervised:
         """Requests the child to drain and to end. The next run starts then, however late that is, or now if there is
         no child."""
         if self.child is None:
-            self.left, self.restart_at = False, time.monotonic()
+            self.restart_at = time.monotonic()
         else:
             self._renewed = True
             self.child.terminate()
