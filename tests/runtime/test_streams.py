@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc.aio
 import pytest
 
-from baton.core.errors import BatonError, HandoffError
+from baton.core.errors import BatonError, HandoffError, JoinRefused
 from baton.core.handover import LinkHello, LinkWelcome, Ping, Posted
+from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import SequenceId
-from baton.runtime.streams import LinkHandler, LinkLost, MessageStream, dial_link, serve_links
-from tests.support.builders import make_facts
+from baton.runtime import codec
+from baton.runtime.streams import FIRST_BYTES, LinkHandler, LinkLost, MessageStream, dial_link, serve_links
+from baton.v1 import worker_pb2
+from tests.support.builders import make_facts, make_join
 
 HELLO = LinkHello("p0", 1, "run", make_facts(), 1)
 LARGE = LinkHello("p" * (1 << 20), 1, "run", make_facts(), 1)
@@ -173,6 +177,23 @@ async def test_a_first_message_that_is_not_a_hello_is_refused() -> None:
     async with serving(echo) as address:
         with pytest.raises(BatonError, match="must begin with LinkHello"):
             await dial_link(address, Ping(1), 2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hello", [LARGE, replace(HELLO, gpus=("g",) * 40_000)], ids=["one field", "many values"])
+async def test_a_first_message_above_the_limit_is_refused_unread(
+    hello: LinkHello, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read before the token is checked: 1,500,000 values blocked a coordinator for minutes."""
+    monkeypatch.setattr(codec, "unwrap", lambda _: pytest.fail("its values were made"))
+    async with serving(echo) as address:
+        with pytest.raises(JoinRefused, match=rf"sent \d+ bytes; here a message has at most {FIRST_BYTES}$"):
+            await dial_link(address, hello, 5.0)
+
+
+def test_the_join_of_a_large_model_is_below_the_limit() -> None:
+    layout = KVLayout(16, (LayerKV(128, 576, "float32", window=4096),) * 500)
+    join = replace(make_join("d" * 128), facts=make_facts(layout=layout), pids=(1 << 22,) * 64, token="t" * 4096)
+    assert codec.wrap(worker_pb2.SessionRequest, join).ByteSize() < FIRST_BYTES / 2
 
 
 async def test_a_reply_that_is_not_a_welcome_is_refused() -> None:
