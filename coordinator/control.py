@@ -8,12 +8,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton.core.commands import Join, Role
-from baton.core.errors import BatonError, InvariantError, JoinRefused, ProtocolError
+from baton.core.errors import BatonError, InvalidRequest, InvariantError, JoinRefused, ProtocolError
 from baton.core.names import host_port
 from baton.runtime.codec import role_of
 from baton.runtime.first_message import FirstMessage, parsed
@@ -25,6 +26,9 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import ToWorker
 
 log = logging.getLogger("baton.coordinator")
+OPERATOR_BYTES = 64 << 10
+"""Of an operator's request, at most: its token is checked only once it has been parsed. Some 2,000 shares fit."""
+_Request = TypeVar("_Request", bound=Message)
 
 
 class Sessions(Protocol):
@@ -62,7 +66,7 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
 
     async def DrainWorker(self, content: bytes, context: grpc.aio.ServicerContext) -> worker_pb2.DrainWorkerResponse:
         async with self._for_operators(context):
-            request = parsed(worker_pb2.DrainWorkerRequest, content)
+            request = _parsed(worker_pb2.DrainWorkerRequest, content)
             self._check(request.token, context, "flip" if request.next_role else "drain")
             next_role = role_of(request.next_role) if request.next_role else None
             self._cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000, next_role)
@@ -70,7 +74,7 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
 
     async def SetTraffic(self, content: bytes, context: grpc.aio.ServicerContext) -> worker_pb2.SetTrafficResponse:
         async with self._for_operators(context):
-            request = parsed(worker_pb2.SetTrafficRequest, content)
+            request = _parsed(worker_pb2.SetTrafficRequest, content)
             self._check(request.token, context, "traffic")
             shares = self._cluster.set_traffic(dict(request.percent), clear=request.clear)
         return worker_pb2.SetTrafficResponse(percent=shares)
@@ -126,6 +130,13 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
         finally:
             sender.cancel()
             ended()
+
+
+def _parsed(kind: type[_Request], content: bytes) -> _Request:
+    """As `parsed`; also raises InvalidRequest for more than OPERATOR_BYTES."""
+    if len(content) > OPERATOR_BYTES:
+        raise InvalidRequest(f"the request has {len(content)} bytes, above {OPERATOR_BYTES}", param="request")
+    return parsed(kind, content)
 
 
 def _handlers(servicer: _ControlServicer) -> grpc.GenericRpcHandler:
