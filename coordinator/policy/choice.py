@@ -316,7 +316,7 @@ class Choice:
     queue_position: QueuePosition | None = None  # None outside the queue
     prefix: Prefix = field(default_factory=dict)  # hints of its full blocks, which workers may hold
     generated_by: Compatibility | None = None  # the facts of the workers of which it has output
-    traffic_place: float | None = None  # `Traffic.place`
+    traffic_place: float | None = None  # `Traffic.place`; None: there were no shares when it was queued
     revision: str = ""  # of the workers that it was placed on last
     unservable: tuple[str, str] | None = None  # why no present worker can serve it, and the error code
     unservable_since: float = 0.0

@@ -374,6 +374,7 @@ class Dispatcher:
             able = [each for each in able if (facts := each.facts) is None or continues(before, facts) is None]
             return [each for each in able if each.key.revision == choice.revision] or able
         if self.traffic.shares and able:
+            able = [each for each in able if self._too_small(choice, each) is None] or able
             present = {each.key.revision for each in able}
             revisions = self.traffic.revisions(choice.traffic_place, choice.name.request_id, present)
             able = [each for each in able if each.key.revision in revisions]

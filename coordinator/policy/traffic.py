@@ -2,7 +2,8 @@
 
 A share is a percentage of new requests that goes to one revision (`baton traffic NAME=5`). What no share claims goes to
 the revisions without one, by their room. A revision with a share of 0 gets no new request. While the revisions that a
-request is meant for lack a role, it goes to any other whose share is not 0.
+request is meant for lack a role, its adapter, or room for a request of its length, it goes to any other whose share is
+not 0.
 
 Each request has a place from 0 to 100, and shares are intervals of it in the order of names: a share that grows keeps
 the requests it had. The place is sticky: it follows from the client's session (`x-session-id`); without one, a prompt

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from baton.core.errors import InvalidRequest
 from coordinator.policy.traffic import KEPT_PROMPTS, MAX_PREFIX_TOKENS, Traffic, parse_shares
 from tests.coordinator.test_policy_classes import join, table
-from tests.support.builders import make_facts, make_request
+from tests.support.builders import make_facts, make_join, make_request
 from tests.support.placing import Placing, make_choice
 
 BOTH = ("", "v2")
@@ -139,6 +140,26 @@ def test_a_queue_from_before_there_were_shares_is_shared_as_well() -> None:
         for each in placed:
             d.finish(each.name)
     assert workers.total() == 100 and 10 <= workers["p1"] <= 30, workers
+
+
+def test_a_request_that_a_canary_cannot_hold_goes_to_the_other_revision() -> None:
+    """The share decided alone: half of the requests that the other revision serves were refused as too long."""
+    d = Placing(table(("p0", ""), ("d0", ""), v2={"model_digest": "x"}))
+    for name in ("p1", "d1"):
+        d.table.join(replace(make_join(name, blocks=4, model_digest="x"), revision="v2"), 0.0)
+    d.dispatcher.traffic.set({"v2": 100.0})
+    for name, tokens in (("long", 24), ("short", 4), ("too-long", 1000)):
+        choice = make_choice(name, tokens, tokens + 4)
+        choice.traffic_place = 1.0
+        why = d.dispatcher.unservable(choice)
+        assert (why is not None) == (name == "too-long"), why
+        if why is None:
+            d.submit(choice)
+    assert {p.name: p.prefill for p in d.place()} == {"long": "p0", "short": "p1"}
+    d.dispatcher.traffic.set({"": 0.0})
+    choice = make_choice("long-2", 24, 28)
+    choice.traffic_place = 1.0
+    assert d.dispatcher.unservable(choice) is not None, "a revision with a share of 0 gets no new request"
 
 
 def test_a_share_of_0_alone_serves_nothing_and_says_so() -> None:
