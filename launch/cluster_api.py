@@ -83,13 +83,7 @@ def get_metrics(url: str) -> str:
     Raises:
         StartupError: no cluster replies at `url`, or operators have another address.
     """
-    try:
-        status, text = request_bytes("GET", f"{_root(url)}/metrics", REQUESTS_TIMEOUT_S)
-    except OSError as error:
-        raise StartupError(f"no cluster at {url}: {error}") from None
-    if status != HTTPStatus.OK:
-        raise StartupError(f"no cluster at {url}: GET /metrics: status {status}{_other_address(status)}")
-    return text.decode("utf-8", "replace")
+    return _content("GET", url, "metrics", REQUESTS_TIMEOUT_S).decode("utf-8", "replace")
 
 
 def expect_workers(url: str) -> None:
@@ -98,12 +92,17 @@ def expect_workers(url: str) -> None:
     Raises:
         StartupError: no cluster replies at `url`, or it does not know this request.
     """
+    _content("POST", url, "expect_workers", TIMEOUT_S)
+
+
+def _content(method: str, url: str, path: str, timeout_s: float) -> bytes:
     try:
-        status, _ = request_bytes("POST", f"{_root(url)}/expect_workers", TIMEOUT_S)
+        status, content = request_bytes(method, f"{_root(url)}/{path}", timeout_s)
     except OSError as error:
         raise StartupError(f"no cluster at {url}: {error}") from None
     if status != HTTPStatus.OK:
-        raise StartupError(f"{url}: POST /expect_workers: status {status}")
+        raise StartupError(f"no cluster at {url}: {method} /{path}: status {status}{_other_address(status)}")
+    return content
 
 
 def request_json(
