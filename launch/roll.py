@@ -211,7 +211,7 @@ def write_roll(file: Path, document: dict[str, Any]) -> None:
 
 def take_request(run_dir: Path, console: Console) -> bool:
     """Returns whether `baton up` is to begin a roll: one was requested in time and not withdrawn. The command reads the
-    progress once its request is gone: until then that of this roll has replaced that of an earlier one."""
+    progress once its request is removed: until then that of this roll has replaced that of an earlier one."""
     request, progress = run_dir / ROLL_REQUEST, run_dir / ROLL
     if not (document := reading(request)):
         return False

@@ -161,7 +161,7 @@ def is_held(path: Path) -> bool:
 
 
 def _remove_addresses(path: Path) -> None:
-    # The request last: whoever waits for a roll reads its progress once that is gone.
+    # The request last: whoever waits for a roll reads its progress once that is removed.
     for name in (CLUSTER, READY, BATCHES_READY, TOKEN, KEYS, ROLL, ROLL_REQUEST):
         (path / name).unlink(missing_ok=True)
 

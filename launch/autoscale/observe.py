@@ -34,8 +34,8 @@ class Autoscaler:
 
     def look(self, *, acts: bool = False) -> Size | None:
         """Returns the size to have now; None before the first look at the cluster. While the coordinator does not
-        reply, the size stays as it is. `acts`: workers are started and ended accordingly. Then the coordinator is
-        told that it has none on purpose: if it were not ready, no balancer would send the request that starts some."""
+        reply, the size stays as it is. `acts`: workers are started and ended accordingly. Then it reports zero
+        workers to the coordinator: if that were not ready, no balancer would send the request that starts some."""
         try:
             document, metrics = get_cluster(self._url).document, get_metrics(self._url)
             sample = read_sample(document, metrics, self._policy.slo, time.monotonic())

@@ -24,7 +24,7 @@ START_S = 900.0
 
 
 class Run:
-    """A run of a process; the coordinator's ends with `code` once it is told to, and never if that is None."""
+    """A run of a process; the coordinator's ends with `code` on a signal, and never if that is None."""
 
     spec = SimpleNamespace(log="coordinator.log")
 

@@ -67,7 +67,7 @@ def test_a_launcher_that_is_killed_before_it_takes_a_request_replaced_nothing(tm
     with run_directory(str(tmp_path / "run")) as path:
         request(path)
     (path / ROLL).write_text(json.dumps(OLD))
-    request(path)  # its lock is gone, its files stay
+    request(path)  # nobody holds the directory any more, its files stay
     with pytest.raises(StartupError, match=r"^the roll left no result: `baton up` has ended"):
         module._follow(path, Console())
 
