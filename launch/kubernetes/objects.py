@@ -84,6 +84,7 @@ class ClusterObjects:
         """
         config, pools = self._config, self._pods.pools
         check_scaling(config, pools)
+        self._check_labels()
         made = [*self._checksums(), *self._claims(), *self._services(), self._deployment(), *self._sets()]
         made += [self._budget(name) for name in (COORDINATOR, *(pool.name for pool in pools))]
         for pool in pools:
@@ -248,6 +249,17 @@ class ClusterObjects:
                 "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
             },
         }
+
+    def _check_labels(self) -> None:
+        """Raises StartupError if the topology has an option that pods get from a label: flags would prevail."""
+        for worker in self._pods.plan.topology.workers:
+            revision, domain = worker.config.revision, worker.config.domain
+            if self._config.sets == "disaggregatedset" and revision:
+                given = f"revision {revision!r} in the topology: each rollout of a DisaggregatedSet has its own"
+                raise StartupError(f"{worker.name}: {given}; remove it, or use --sets leaderworkerset")
+            if self._config.domain_label and domain:
+                given = f"domain {domain!r} in the topology and --domain-label {self._config.domain_label}"
+                raise StartupError(f"{worker.name}: {given}: use one of the two")
 
     def _grace_s(self, pool: PodPool) -> int:
         return math.ceil(pool.parts[0].worker.config.drain_timeout_s) + AFTER_DRAIN_S

@@ -388,6 +388,8 @@ def test_other_checksums_are_a_rollout(emit: Callable[..., list[Table]]) -> None
         ((), ("/var/lib/baton", "/etc/baton/keys"), "/etc/baton/keys would be the mount of two volumes"),
         ((), ("tensor_parallel = 2", "tensor_parallel = 3"), "cannot be divided over 2 nodes"),
         ((), ("[[decode]]", "[[prefill]]"), "use --sets leaderworkerset"),
+        ((), ("base_port = 9200", 'revision = "v1"'), "revision 'v1' in the topology"),
+        (("--domain-label", "zone"), ("base_port = 9200", 'domain = "a"'), "domain 'a' in the topology and"),
         (("--scaler", "here"), ("", ""), "--scaler"),
         (("--prefill-max", "2147483648"), ("", ""), "--prefill-max must be at most 2147483647"),
         (("--decode-max", "2147483648"), ("", ""), "--decode-max must be at most 2147483647"),
