@@ -38,6 +38,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
         check_options(coordinator)
     resolved = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
     _check_roles(plan, config, coordinator)
+    _check_pairs(resolved, coordinator)
     if config is not None:
         for worker, options in resolved:
             with naming(worker.name):
@@ -101,6 +102,19 @@ def _check_roles(plan: Plan, config: AnyConfig | None, options: CoordinatorConfi
         raise StartupError("no prefill worker: a model that is served only for pooling needs one")
     if "decode" not in roles and generates:
         raise StartupError("no decode worker: only a model that is served for pooling needs none; see --runner")
+
+
+def _check_pairs(workers: Collection[tuple[WorkerPlace, WorkerConfig]], options: CoordinatorConfig) -> None:
+    """Raises StartupError if all prompts need a pair of workers, and none has both roles in one revision and domain."""
+    classes: dict[tuple[str, str], set[str]] = {}
+    for worker, config in workers:
+        classes.setdefault((config.revision, config.domain), set()).add(worker.role)
+    roles = {worker.role for worker, _ in workers}
+    if options.split == "always" and len(roles) > 1 and roles not in classes.values():
+        names = ", ".join(
+            f"{worker.name} (revision {config.revision!r}, domain {config.domain!r})" for worker, config in workers
+        )
+        raise StartupError(f"no prefill worker can hand over to a decode worker of its revision and domain: {names}")
 
 
 def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:

@@ -357,3 +357,24 @@ def test_only_a_model_that_is_served_for_pooling_needs_no_decode_worker(tmp_path
             check_plan(without, {})
     (directory / "modules.json").write_text("[]")
     check_plan(make_plan(local_topology(UpConfig(decode=0, device="cpu"), [0, 1], ()), str(directory), "m"), {})
+
+
+@pytest.mark.parametrize(
+    ("last", "options", "refused"),
+    [
+        ({"revision": "y"}, {}, True),
+        ({"revision": "x", "domain": "a"}, {}, True),
+        ({"revision": "x"}, {}, False),
+        ({}, {}, False),  # the second prefill worker's
+        ({"revision": "y"}, {"split": "auto"}, False),  # it computes prompts itself
+    ],
+)
+def test_workers_none_of_which_can_be_paired_are_refused(
+    last: dict[str, object], options: dict[str, object], refused: bool, tmp_path: Path
+) -> None:
+    given = plan(model_dir(tmp_path), {"revision": "x"}, last, **options)
+    if refused:
+        with pytest.raises(StartupError, match=r"its revision and domain: prefill-0 \(revision 'x', domain ''\)"):
+            check_plan(given, {})
+    else:
+        check_plan(given, {})
