@@ -20,6 +20,8 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
+MAX_LAYERS = 4096
+"""Of a KV layout, which a peer sends before its token is checked: a layer takes 5 us to read."""
 ROLES: dict[commands.Role, worker_pb2.Role] = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 _CODES = {code: types_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}
@@ -275,7 +277,15 @@ def _token_logprobs(entries: Any) -> tuple[request.TokenLogprob, ...]:
     return tuple([read(entry) for entry in entries])
 
 
+def _layout_value(message: types_pb2.KVLayout) -> kv_layout.KVLayout:
+    if len(message.layers) > MAX_LAYERS:
+        raise InvalidRequest(f"the KV layout has {len(message.layers)} layers, above {MAX_LAYERS}", param="layers")
+    read = _reader(kv_layout.LayerKV)
+    return kv_layout.KVLayout(message.block_size, tuple([read(layer) for layer in message.layers]))
+
+
 _READ_BY_HAND: dict[type, Callable[[Any], Any]] = {
+    kv_layout.KVLayout: _layout_value,
     request.GenerateRequest: _request_value,
     request.SamplingParams: _sampling_value,
     events.TokenEvent: _token_event_value,

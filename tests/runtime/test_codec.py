@@ -16,7 +16,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
 from baton.runtime import codec
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
-from tests.support.builders import make_request
+from tests.support.builders import make_layout, make_request
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -208,6 +208,18 @@ def test_a_malformed_message_raises_invalid_request(nonsense: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         codec.unwrap(nonsense)
     assert caught.value.param
+
+
+def test_a_layout_of_too_many_layers_is_refused_before_any_is_read() -> None:
+    message = codec.to_message(make_layout())
+    del message.layers[1:]
+    for layers, kept in ((codec.MAX_LAYERS, True), (codec.MAX_LAYERS + 1, False)):
+        message.layers.extend([message.layers[0]] * (layers - len(message.layers)))
+        if kept:
+            assert len(codec.from_message(message).layers) == layers
+        else:
+            with pytest.raises(InvalidRequest, match=r"^the KV layout has 4097 layers, above 4096$"):
+                codec.from_message(message)
 
 
 def test_an_unknown_role_is_refused() -> None:
