@@ -31,7 +31,7 @@ log = logging.getLogger("baton.runtime")
 MAX_MESSAGE_BYTES = 16 << 20
 LARGE_BYTES = 256 << 10
 """A longer message is parsed on a thread: one with the log-probabilities of a long prompt takes 0.2 s."""
-FIRST_BYTES = 64 << 10
+FIRST_BYTES = 128 << 10
 """Of a stream's first message, at most: its token is checked only once its values are made. A Join with 200 layers has
 6 KB."""
 MAX_CONNECTIONS = 4_096

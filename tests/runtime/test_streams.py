@@ -179,7 +179,7 @@ async def test_a_first_message_that_is_not_a_hello_is_refused() -> None:
             await dial_link(address, Ping(1), 2.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hello", [LARGE, replace(HELLO, gpus=("g",) * 40_000)], ids=["one field", "many values"])
+@pytest.mark.parametrize("hello", [LARGE, replace(HELLO, gpus=("g",) * 50_000)], ids=["one field", "many values"])
 async def test_a_first_message_above_the_limit_is_refused_unread(
     hello: LinkHello, monkeypatch: pytest.MonkeyPatch
 ) -> None:
