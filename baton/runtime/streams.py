@@ -51,9 +51,6 @@ CHANNEL_OPTIONS = [
     NO_PROXY,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 SERVER_OPTIONS = [
     *_BOTH_ENDS,
@@ -205,11 +202,13 @@ async def dial(
         LinkLost: no reply in time.
         JoinRefused: the peer refused; the text is the peer's.
     """
+    # The limit of a TCP, TLS and HTTP/2 handshake. A channel is for one dial, so nothing waits between two connections.
+    options = [*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", round(timeout_s * 1000))]
     if tls is None:
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=options)
     else:
         credentials, named = tls.channel(peer_role)
-        channel = grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *named])
+        channel = grpc.aio.secure_channel(address, credentials, options=[*options, *named])
     try:
         call = method(channel)()
         stream = MessageStream(call, envelope, address)

@@ -218,6 +218,27 @@ async def test_a_dial_fails_without_a_listener_and_without_a_reply() -> None:
             await dial_link(address, HELLO, 0.3)
 
 
+async def test_a_dial_waits_for_a_slow_handshake() -> None:
+    async with serving(echo) as address:
+        port = int(address.rpartition(":")[2])
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(copied(reader, server_writer, 0.0), copied(server_reader, writer, 0.5))
+
+        async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+            await asyncio.sleep(delay_s)
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(1 << 16):
+                    writer.write(data)
+            writer.close()
+
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as slow:
+            link = await dial_link(f"127.0.0.1:{slow.sockets[0].getsockname()[1]}", HELLO, 10.0)
+            assert link.welcome == WELCOME
+            await link.close()
+
+
 async def test_stopping_the_server_ends_the_stream() -> None:
     server, port = await serve_links("127.0.0.1", echo)
     link = await dial_link(f"127.0.0.1:{port}", HELLO, 2.0)
