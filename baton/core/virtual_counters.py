@@ -53,9 +53,8 @@ class VirtualCounters:
 
     def enter(self, tenant: str, waiting: Iterable[str]) -> None:
         """Lifts the counter of a tenant that had nothing in the queue, less its credit."""
-        waiting = [*waiting]
-        self._since[tenant] = 0.0
-        self._served[tenant], self._floor = self.after_idle(tenant, waiting), self._floor_with(waiting)
+        self._since[tenant], self._floor = 0.0, self._floor_with(waiting)
+        self._served[tenant] = max(self.of(tenant), self._floor - IDLE_CREDIT)
 
     def _floor_with(self, waiting: Iterable[str]) -> float:
         return max(self._floor, min(map(self.of, waiting), default=self.of(self._last)))
