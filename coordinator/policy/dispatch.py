@@ -147,8 +147,8 @@ class Dispatcher:
     @property
     def cached_block_sizes(self) -> set[int]:
         """Block sizes in pools with cached blocks: for these a request's prefix is worth computing."""
-        pools = [pool for each in self._workers.classes for pool in each.pools]
-        return {size for pool in pools if pool.index for size in pool.block_sizes}
+        classes = self._workers.classes
+        return {size for each in classes for pool in each.pools if pool.index for size in pool.block_sizes}
 
     def model_digest(self, choice: Choice) -> str | None:
         """Returns the digest of the model that is expected to serve a choice; None if no worker is present."""
@@ -259,10 +259,13 @@ class Dispatcher:
 
     def measure(self, placed: Collection[Choice], now: float) -> None:
         """Measures the rates at which the queue drains and streams begin, after each `place`."""
-        tokens = sum(choice.request.num_prefill_tokens for choice in placed)
+        tokens = streams = 0
+        for choice in placed:
+            tokens += choice.request.num_prefill_tokens
+            streams += choice.needs_decode
         waits = bool(self._queue.size and self._blocked)  # not while a role is missing
         self.drain_rate.update(now, tokens, waits=waits)
-        self.stream_rate.observe(sum(choice.needs_decode for choice in placed), now)
+        self.stream_rate.observe(streams, now)
 
     # Placement.
 

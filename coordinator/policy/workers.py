@@ -74,7 +74,7 @@ class WorkerClass:
     @property
     def facts(self) -> Compatibility | None:
         """The facts that its workers share, if there are any."""
-        return next((worker.join.facts for worker in self.workers), None)
+        return next((worker.join.facts for pool in self.pools for worker in pool.workers), None)
 
 
 def continues(before: Compatibility, after: Compatibility) -> Difference | None:
