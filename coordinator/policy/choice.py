@@ -300,13 +300,13 @@ class Journal:
 class Choice:
     """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 if an event has not happened."""
 
-    request: GenerateRequest  # as it was last queued, with the output so far at that time
+    request: GenerateRequest  # as it was last queued, with the output so far at that time, under any attempt
     age: int  # position of its request in the order of admission
     started_at: float
     deadline_at: float
     client: Client = ANONYMOUS
+    attempt: int = 1  # the one that counts
     stage: Stage = Stage.QUEUED
-    attempt: int = field(init=False)  # the one that counts; KV offered again has a later one than `request`
     journal: Journal = field(init=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # once received
     pooled: bytes = b""  # the vector of a request with `pooling`, once received
@@ -362,7 +362,6 @@ class Choice:
     def __post_init__(self) -> None:
         self.name = self.request.choice_id
         self.notification = Notify(self.name)
-        self.attempt = self.request.attempt
         self.journal = Journal(self.request.output)
         self.queued_at = self.started_at
         self.history.append(Entered(self.stage, self.started_at))

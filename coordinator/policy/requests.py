@@ -156,7 +156,7 @@ class Requests:
         first = self._choices.get(ChoiceId(request.request_id)) if request.choice else None
         self._age += first is None
         age = self._age if first is None else first.age
-        choice = Choice(replace(request, attempt=self._next_attempt()), age, now, now + request.deadline_s, client)
+        choice = Choice(request, age, now, now + request.deadline_s, client, self._next_attempt())
         if request.deadline_s <= 0:
             raise choice.late()
         if first is None:
@@ -339,7 +339,8 @@ class Requests:
         return self._stale(event.worker, sequence)  # not aborted if parked: the current attempt may offer its KV
 
     def _on_placed(self, choice: Choice, event: Placed, now: float) -> list[Action]:
-        self._enter(choice, PREFILL, now)
+        choice.enter(PREFILL, now)  # what it holds at its workers has been counted since they were named
+        del self._waiting[choice.name]
         choice.queued_s += now - choice.queued_at
         return [self._start(choice, now)]
 
@@ -382,7 +383,7 @@ class Requests:
         if choice.ended:
             return actions
         self._enter(choice, PARKED, now)
-        if choice.attempt == choice.request.attempt:  # later offers wait, since the workers have just refused
+        if choice.times_parked == 1:  # later offers wait, since the workers have just refused
             actions += self._offer(choice, event, now)
         return actions
 
@@ -454,7 +455,8 @@ class Requests:
         return [action for choice in placed for action in handle(self.table, choice, Placed(), now)]
 
     def _start(self, choice: Choice, now: float) -> StartPrefill:
-        request = replace(choice.request, deadline_s=max(choice.deadline_at - now, 0.001), alone=choice.alone)
+        left_s = max(choice.deadline_at - now, 0.001)
+        request = replace(choice.request, attempt=choice.attempt, deadline_s=left_s, alone=choice.alone)
         targets = tuple(target.worker_id for target in choice.targets)
         return StartPrefill(choice.prefill_worker, request, targets, choice.deadline_at)
 
@@ -585,11 +587,12 @@ class Requests:
 
     def _prefix(self, choice: Choice) -> Prefix:
         """Returns the hints of the blocks that a worker may already hold; the last token is always computed."""
+        if not (sizes := self.dispatcher.cached_block_sizes):
+            return {}
         request = choice.request
         first = self._choices.get(ChoiceId(request.request_id), choice)
         same = request.prompt is first.request.prompt and not request.output and not first.request.output
-        digest, sizes = self.dispatcher.model_digest(choice), self.dispatcher.cached_block_sizes
-        return block_hints(request, digest, sizes, first.prefix if same else {})
+        return block_hints(request, self.dispatcher.model_digest(choice), sizes, first.prefix if same else {})
 
     def _next_attempt(self, choice: Choice | None = None) -> int:
         """Returns an unused attempt that exceeds this choice's last one, even if the counter wraps."""
