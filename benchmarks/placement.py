@@ -3,6 +3,7 @@
     python benchmarks/placement.py                   10 to 1,000 workers with 20 active requests for each
     python benchmarks/placement.py --plot FILE.png   draws it too (needs matplotlib)
     python benchmarks/placement.py --before DIR      also another checkout, in turns
+    python benchmarks/placement.py --requests        whole requests instead, printed; with --before in turns as well
 
 Half of the workers are prefill workers. Prompts have 1,100 tokens; "shared" ones begin with 1,024 tokens of which each
 worker has cached all, the first half, or a few. Placing a request is all that `Dispatcher.place` does for a new one. A
@@ -10,12 +11,16 @@ head that waits for blocks is tried when nothing has changed, and "after a repor
 free block, but still too few. In a replay of a trace with too few decode workers these were 75 and 20 % of all calls.
 The joining workers run in another process and use gRPC on loopback to a coordinator with its lease clock; `ready` is
 when the last of them has received its welcome. Writes `benchmarks/results/placement.md`.
+
+A whole request is everything that `coordinator.policy.requests` does for one of OUTPUT tokens, each in an event of its
+own: admitted and placed, first token, hand-over, tokens, end. These names exist in every checkout since 06b5ec8b.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import subprocess
@@ -32,6 +37,8 @@ SIZES = (10, 30, 100, 300, 1000)
 ACTIVE_PER_WORKER, PROMPT, TOTAL, BLOCK, TIMES = 20, 1100, 1500, 16, 1000
 OUT = ROOT / "benchmarks" / "results" / "placement.md"
 LIMIT_S = 120.0
+OUTPUT, TURNS = 64, 5
+PARTS = ("admit", "first token", "hand-over", "tokens", "end")
 
 
 def measure(workers: int, shared: bool) -> dict[str, float]:
@@ -95,6 +102,73 @@ def measure(workers: int, shared: bool) -> dict[str, float]:
         "head": median(heads),
         "report": median(reports),
     }
+
+
+def whole_request(workers: int) -> dict[str, float]:
+    """Returns microseconds by part, medians of TIMES requests beside ACTIVE_PER_WORKER others for each worker."""
+    from baton.core.events import HandedOver, StepEvents, TokenEvent
+    from baton.core.request import GenerateRequest
+    from coordinator.policy.requests import Requests
+    from coordinator.policy.workers import WorkerTable
+    from tests.support.builders import add_worker
+
+    table, spent = WorkerTable(3.0), {part: list[float]() for part in PARTS}
+    for n in range(workers // 2):
+        for role in "pd":
+            add_worker(table, f"{role}{n}", blocks=10**5, block_size=BLOCK, step_tokens=10**6)
+    requests, prompt, ticks = Requests(table, 1 << 20, 1 << 30), tuple(range(PROMPT)), itertools.count(1)
+
+    def events(part: str, worker: str, *each: StepEvents) -> None:
+        spent[part].append(timed(lambda: [requests.on_events(worker, one, 100.0 + next(ticks) / 1000) for one in each]))
+
+    def token(choice: Any, index: int) -> StepEvents:
+        return StepEvents(tokens=(TokenEvent(choice.sequence, index, (5,)),))
+
+    def start(name: str) -> tuple[Any, str]:
+        request, admitted = GenerateRequest(name, prompt, OUTPUT), []
+        admit = lambda: admitted.append(requests.admit(request, 100.0 + next(ticks) / 1000))  # noqa: E731
+        spent["admit"].append(timed(admit))
+        ((choice, actions),) = admitted
+        (started,) = (action for action in actions if type(action).__name__ == "StartPrefill")
+        events("first token", started.prefill, token(choice, 0))
+        over = HandedOver(choice.sequence, started.targets[0], 1)
+        events("hand-over", started.prefill, StepEvents(handed_over=(over,)))
+        return choice, started.targets[0]
+
+    def finish(choice: Any, decode: str) -> None:
+        events("tokens", decode, *(token(choice, index) for index in range(1, OUTPUT - 1)))
+        events("end", decode, token(choice, OUTPUT - 1))
+        if not choice.ended:
+            raise SystemExit(f"{choice} has not ended")
+        requests.forget(choice)
+
+    active = [start(f"a{n}") for n in range(workers * ACTIVE_PER_WORKER)]
+    for times in spent.values():
+        times.clear()
+    for n in range(TIMES):
+        active.append(start(f"n{n}"))
+        finish(*active.pop(0))
+    return {part: median(times) for part, times in spent.items()}
+
+
+def compare_requests(trees: dict[str, Path], workers: tuple[int, ...]) -> None:
+    """Prints the best of TURNS turns of each checkout by cluster size."""
+    from benchmarks.kit import table
+
+    best: dict[tuple[int, str], dict[str, float]] = {}
+    for _, (name, tree) in itertools.product(range(TURNS), trees.items()):
+        for count in workers:
+            command = [sys.executable, __file__, "--tree", str(tree), "--one-request", str(count)]
+            printed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout
+            parts = json.loads(printed.splitlines()[-1])
+            known = best.get((count, name), parts)
+            best[count, name] = min(known, parts, key=lambda each: sum(each.values()))
+    rows = []
+    for (count, name), parts in sorted(best.items()):
+        ratio = sum(parts.values()) / sum(best[count, "before"].values()) if "before" in trees else 1.0
+        figures = [f"{value:.1f}" for value in (*parts.values(), sum(parts.values()))]
+        rows.append([str(count), name, *figures, f"{ratio:.3f}"])
+    print(table(["workers", "checkout", *PARTS, "all, us", "ratio"], rows))
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -182,12 +256,21 @@ def main() -> None:
     parser.add_argument("--before-most", type=int, default=100, help="workers of the other checkout")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--requests", action="store_true", help="measure whole requests")
+    parser.add_argument("--one-request", type=int, metavar="WORKERS", help=argparse.SUPPRESS)
     parser.add_argument("--join", nargs=2, type=int, metavar=("PORT", "COUNT"), help=argparse.SUPPRESS)
     parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.insert(0, str(options.tree))
     if options.join:
         asyncio.run(join(*options.join))
+        return
+    if options.one_request:
+        print(json.dumps(whole_request(options.one_request)))
+        return
+    if options.requests:
+        before = {"before": options.before.resolve()} if options.before else {}
+        compare_requests({**before, "now": ROOT}, tuple(n for n in (10, 100, 1000) if n <= options.most))
         return
     if options.tree != ROOT:  # run by the benchmark of another checkout
         print(json.dumps(one_run(options.tree, options.most)))
