@@ -269,7 +269,7 @@ FAULTS = (
         "return self._park(choice, event, now)",
         T_REQUESTS,
     ),
-    Fault(REQUESTS, "if choice.attempt == choice.request.attempt:", "if True:", T_REQUESTS),
+    Fault(REQUESTS, "if choice.times_parked == 1:", "if True:", T_REQUESTS),
     Fault(
         REQUESTS,
         "        if not self.workers.connected(choice.prefill_worker):\n            return []\n",
