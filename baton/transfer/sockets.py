@@ -16,7 +16,8 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 
-_IPV4 = re.compile(rb"\x02\x00(..)(....)\x00{8}", re.DOTALL)  # sockaddr_in: family, port, address, padding
+# At any offset: a sockaddr_in (family, port, address, zeros) or a sockaddr_in6 (family, port, flow, address).
+_SOCKADDR = re.compile(rb"(?=\x02\x00(..)(.{4})\x00{8}|\x0a\x00(..)\x00{4}(.{16}))", re.DOTALL)
 _SO_ATTACH_FILTER = 26  # missing in Python's socket module
 
 Address = tuple[str, int]
@@ -24,24 +25,24 @@ Address = tuple[str, int]
 
 def listener_address(published: bytes) -> Address | None:
     """Returns the listening address of a Gloo rank from what it published in the store: opaque bytes with one sockaddr
-    inside. Returns None for IPv6 or another Gloo format; its sockets are then not found."""
-    for match in _IPV4.finditer(published):
-        port = int.from_bytes(match[1], "big")
-        if port:
-            return socket.inet_ntoa(match[2]), port
+    inside. Returns None for another Gloo format; its sockets are then not found."""
+    for match in _SOCKADDR.finditer(published):
+        port, host = match[1] or match[3], match[2] or match[4]
+        if any(port):
+            return socket.inet_ntop(socket.AF_INET if match[1] else socket.AF_INET6, host), int.from_bytes(port, "big")
     return None
 
 
-def peer_of(sock: socket.socket) -> Address:
-    """Returns the address of a socket's peer, as IPv4 for the IPv4-mapped IPv6 that torch dials with. Raises
-    OSError."""
-    host, port = sock.getpeername()[:2]
-    return host.removeprefix("::ffff:"), port
+def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
+    """Returns the address of a socket name: as IPv4 for the IPv4-mapped IPv6 that torch dials with, without a scope."""
+    return name[0].removeprefix("::ffff:").partition("%")[0], name[1]
 
 
 def hang_up(dialled: Address | None, accepted: Address | None = None) -> None:
     """Shuts down the connections dialled to the one address or accepted at the other. Does not block or raise."""
-    _to_each(lambda sock: peer_of(sock) == dialled or sock.getsockname() == accepted, _shut_down)
+    _to_each(
+        lambda sock: _address(sock.getpeername()) == dialled or _address(sock.getsockname()) == accepted, _shut_down
+    )
 
 
 def unblock_thread(port: int, thread: int) -> None:
@@ -73,7 +74,8 @@ def drop_new_connections(listener: Address | None) -> None:
     """
 
     def is_listener(sock: socket.socket) -> bool:
-        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and sock.getsockname() == listener
+        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(listens) and _address(sock.getsockname()) == listener
 
     _to_each(is_listener, _drop_packets)
 

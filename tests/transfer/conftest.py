@@ -29,8 +29,9 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def store() -> Iterator[EdgeStore]:
-    store = EdgeStore()
+def store(request: pytest.FixtureRequest) -> Iterator[EdgeStore]:
+    """Listens on 127.0.0.1, or on the address that a test names (`ADDRESSES`)."""
+    store = EdgeStore(getattr(request, "param", "127.0.0.1"))
     yield store
     store.close()
 
@@ -39,6 +40,7 @@ def store() -> Iterator[EdgeStore]:
 def spec(store: EdgeStore) -> MakeSpec:
     def make(side: str, generation: int = 1, p: int = 0, d: int = 0, **more: Any) -> EdgeSpec:
         prefix = edge_prefix(store.nonce, "prefill-0", p, "decode-0", d, generation)
+        more.setdefault("bind_host", store.host)
         return EdgeSpec(store.host, store.port, prefix, generation, side, **more)  # type: ignore[arg-type]
 
     return make

@@ -25,6 +25,17 @@ MakeSpec = Callable[..., EdgeSpec]
 Connected = Callable[..., tuple[GlooEdge, GlooEdge]]
 
 
+def binds(host: str) -> bool:
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return True
+    except OSError:
+        return False
+
+
+ADDRESSES = ["127.0.0.1", pytest.param("::1", marks=pytest.mark.skipif(not binds("::1"), reason="no IPv6"))]
+
+
 def test_bytes_arrive_unchanged_and_no_store_key_remains(connected: Connected, store: EdgeStore) -> None:
     prefill, decode = connected()
     for size in (1, 1000, 3_000_001):
@@ -137,6 +148,7 @@ def test_a_timeout_ends_the_edge_and_the_next_generation_works(connected: Connec
     assert buf.eq(7).all()
 
 
+@pytest.mark.parametrize("store", ADDRESSES, indirect=True)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_abort_unblocks_a_blocked_operation(connected: Connected, side: str) -> None:
     prefill, decode = connected()
@@ -153,6 +165,7 @@ def test_abort_unblocks_a_blocked_operation(connected: Connected, side: str) -> 
     assert time.monotonic() - start < 10  # far below the 20 s of the operation
 
 
+@pytest.mark.parametrize("store", ADDRESSES, indirect=True)
 def test_closing_an_idle_end_fails_the_blocked_receive_of_its_peer(connected: Connected) -> None:
     prefill, decode = connected()
     start = time.monotonic()
@@ -210,19 +223,21 @@ def test_a_connect_that_fails_in_gloo_stops_listening_before_it_takes_the_keys_a
     assert closed == [True]
 
 
+@pytest.mark.parametrize("store", ADDRESSES, indirect=True)
 def test_edges_and_store_listen_only_on_the_configured_address(connected: Connected, store: EdgeStore) -> None:
     before = listeners()
-    assert ("127.0.0.1", store.port) in before
+    assert (store.host, store.port) in before
     prefill, decode = connected()
     opened = listeners() - before
-    assert opened and {address for address, _ in listeners()} == {"127.0.0.1"}
+    assert opened and {address for address, _ in opened} == {store.host}
     prefill.close()
     decode.close()
     store.close()
-    assert ("127.0.0.1", store.port) not in listeners()
+    assert (store.host, store.port) not in listeners()
 
 
-def test_a_connected_pair_accepts_no_other_connection(connected: Connected) -> None:
+@pytest.mark.parametrize("store", ADDRESSES, indirect=True)
+def test_a_connected_pair_accepts_no_other_connection(connected: Connected, store: EdgeStore) -> None:
     before = listeners()
     prefill, decode = connected()
     opened = listeners() - before
@@ -230,9 +245,8 @@ def test_a_connected_pair_accepts_no_other_connection(connected: Connected) -> N
     held = len(os.listdir("/proc/self/fd"))
     for port in ports:
         for _ in range(3):
-            with socket.socket() as stray, pytest.raises(TimeoutError):
-                stray.settimeout(0.1)
-                stray.connect(("127.0.0.1", port))
+            with pytest.raises(TimeoutError):
+                socket.create_connection((store.host, port), timeout=0.1)
     assert len(ports) == 2 and len(os.listdir("/proc/self/fd")) == held
     sent, got = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8), torch.zeros(3_000_001, dtype=torch.uint8)
     assert in_threads(lambda: prefill.send(sent, 5), lambda: decode.recv(got, 5)) == [None, None]
