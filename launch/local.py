@@ -434,4 +434,5 @@ def example_curl(url: str, model: str, request: Mapping[str, Any], *, key: bool)
     path = next(path for field, path in paths.items() if field in request)
     body = json.dumps({"model": model, **request, **({"max_tokens": 64} if "completions" in path else {})})
     header = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
-    return f"curl -s {url}/v1/{path}{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    address = shlex.quote(f"{url}/v1/{path}")  # a shell may expand the brackets of an IPv6 address
+    return f"curl -s {address}{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -412,3 +412,5 @@ def test_the_example_request_suits_what_the_model_is_served_for(tmp_path: Path) 
         line = example_curl("http://h:1", "m", example_request(str(made), runner), key=False)
         assert line.startswith(f"curl -s http://h:1{path} "), line
         assert ("max_tokens" in line) == ("completions" in path)
+    line = example_curl("http://[::1]:8100", "m", {"prompt": "x"}, key=False)
+    assert line.startswith("curl -s 'http://[::1]:8100/v1/completions' "), line
