@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError, HandoffError, InvalidRequest, JoinRefused, Unavailable
 from baton.core.handover import LinkHello, LinkWelcome
+from baton.core.liveness import PING_LIMIT_S
 from baton.runtime import codec
 from baton.runtime.ports import open_port
 from baton.runtime.tls import ClusterTls, check_role, explained, peer_role
@@ -202,8 +203,9 @@ async def dial(
         LinkLost: no reply in time.
         JoinRefused: the peer refused; the text is the peer's.
     """
-    # The limit of a TCP, TLS and HTTP/2 handshake. A channel is for one dial, so nothing waits between two connections.
-    options = [*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", round(timeout_s * 1000))]
+    # The limit of the TCP, TLS and HTTP/2 handshakes: with a peer that takes longer a link would be lost at once.
+    handshake_s = min(timeout_s, PING_LIMIT_S)
+    options = [*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", round(handshake_s * 1000))]
     if tls is None:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:

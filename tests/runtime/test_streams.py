@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from baton.core.errors import BatonError, HandoffError, JoinRefused
 from baton.core.handover import LinkHello, LinkWelcome, Ping, Posted
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import SequenceId
-from baton.runtime import codec
+from baton.runtime import codec, streams
 from baton.runtime.streams import FIRST_BYTES, LinkHandler, LinkLost, MessageStream, dial_link, serve_links
 from baton.v1 import worker_pb2
 from tests.support.builders import make_facts, make_join
@@ -237,6 +238,12 @@ async def test_a_dial_waits_for_a_slow_handshake() -> None:
             link = await dial_link(f"127.0.0.1:{slow.sockets[0].getsockname()[1]}", HELLO, 10.0)
             assert link.welcome == WELCOME
             await link.close()
+
+
+async def test_a_dial_gives_up_a_handshake_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PING_LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LinkLost, match="timed out"):
+        await dial_link(f"127.0.0.1:{silent.getsockname()[1]}", HELLO, 30.0)
 
 
 async def test_stopping_the_server_ends_the_stream() -> None:
