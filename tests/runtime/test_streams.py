@@ -240,7 +240,7 @@ async def test_a_dial_waits_for_a_slow_handshake() -> None:
             await link.close()
 
 
-async def test_a_dial_gives_up_a_handshake_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dial_gives_up_a_handshake_without_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PING_LIMIT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LinkLost, match="timed out"):
         await dial_link(f"127.0.0.1:{silent.getsockname()[1]}", HELLO, 30.0)
