@@ -59,7 +59,8 @@ def test_the_largest_logits_are_chosen_and_weighted_by_their_softmax(
     assert torch.equal(logits, packed(x, biased=True))
     expected, places = softmax(logits, chosen, over_all)
     assert torch.equal(index, places)
-    assert torch.allclose(weights.double(), expected, rtol=1e-6, atol=1e-9)
+    # the exponent is a difference of up to 20, rounded to float32
+    assert torch.allclose(weights.double(), expected, rtol=2e-6, atol=1e-9)
     rounded = routed(level, packed, x, Routing(chosen, over_all, True))[1]
     assert torch.equal(rounded, weights.to(dtype).float())
     alone = routed(level, packed, x[-1:], Routing(chosen, over_all, False))
