@@ -117,10 +117,10 @@ def test_sixteen_adapters_in_one_batch_equal_sixteen_runs_alone(
     ]
     prompt = random_tokens(40)
     of_rows = ["", *digests, digests[3], ""]
-    together = [Job(prompt, 12, chunk=7 + 5 * n, adapter=digest) for n, digest in enumerate(of_rows)]
+    together = [Job(prompt, 8, chunk=7 + 5 * n, adapter=digest) for n, digest in enumerate(of_rows)]
     run(runner, together)
     for number, job in enumerate(together):
-        alone = Job(prompt, 12, adapter=job.adapter)
+        alone = Job(prompt, 8, adapter=job.adapter)
         run(runner, [alone], seed=number)
         assert alone.output == job.output
         assert torch.equal(torch.cat(alone.logits), torch.cat(job.logits))

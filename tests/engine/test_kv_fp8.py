@@ -108,7 +108,8 @@ def test_saturated_values_are_counted_and_named(
     assert "of keys and values are beyond 0.1 and saturate; --kv-dtype auto keeps them" in warning.getMessage()
 
 
-@pytest.mark.parametrize("kind", ["gemma3n_text", "deepseek_v3", "gpt_oss"])  # reused KV, latents, sinks
+# reused KV, latents, sinks
+@pytest.mark.parametrize("kind", ["gemma3n_text", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_models_of_transformers_store_fp8_too(kind: str, tmp_path: Path) -> None:
     path = make_transformers_checkpoint(tmp_path / kind, kind)
     wide, runner = (tiny_runner(path, kv_dtype=kv_dtype) for kv_dtype in ("auto", "fp8"))

@@ -52,12 +52,16 @@ def pooled(runner: Runner, prompts: Sequence[Sequence[int]], pooling: Pooling, s
     return [vectors[f"r{number}"] for number in range(len(prompts))]
 
 
-@torch.no_grad()
-def hidden_states(model_dir: Path, prompt: Sequence[int]) -> torch.Tensor:
+@functools.cache
+def oracle(model_dir: Path) -> Any:
     from transformers import AutoModel
 
-    model = AutoModel.from_pretrained(model_dir, dtype=torch.float32).eval()
-    states: torch.Tensor = model(torch.tensor([list(prompt)])).last_hidden_state[0]
+    return AutoModel.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def hidden_states(model_dir: Path, prompt: Sequence[int]) -> torch.Tensor:
+    states: torch.Tensor = oracle(model_dir)(torch.tensor([list(prompt)])).last_hidden_state[0]
     return states
 
 

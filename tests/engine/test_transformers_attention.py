@@ -29,6 +29,8 @@ from tests.support.transformers_models import make_transformers_checkpoint
 KERNELS, _ = choose_kernels("auto", torch.device("cpu"))
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels on this machine")
 
+OFTEN = {"qwen2": "float32", "qwen3": "bfloat16", "mixtral": "bfloat16"}
+"""The dtype in which `make test` has a model: one with biases, one with norms of heads, one with a window."""
 LEVELS = [("float32", level) for level in float32_levels()] + [("bfloat16", level) for level in bfloat16_levels()]
 
 
@@ -37,8 +39,14 @@ def attentions(runner: Runner) -> list[KernelAttention]:
     return made
 
 
-@pytest.mark.parametrize(("dtype", "level"), LEVELS)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "level"),
+    [
+        pytest.param(kind, dtype, level, marks=() if OFTEN.get(kind) == dtype else pytest.mark.long)
+        for kind in ("llama", "qwen3", "qwen2", "mixtral")
+        for dtype, level in LEVELS
+    ],
+)
 def test_in_exact_mode_attention_at_once_has_the_bits_of_its_parts(
     kind: str, dtype: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,8 +63,11 @@ def test_in_exact_mode_attention_at_once_has_the_bits_of_its_parts(
     assert attentions(apart) == []
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "kv_dtype"),
+    [("gemma3_text", "fp8"), ("llama", "auto")]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in (("gemma3_text", "auto"), ("llama", "fp8"))],
+)
 def test_sequences_of_a_batch_have_the_tokens_of_its_parts(
     kind: str, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +94,8 @@ def test_sequences_of_a_batch_have_the_tokens_of_its_parts(
         ("cohere", 0, 0),  # neighbours rotate
         ("phi3", 0, 0),  # one layer of queries, keys and values
         ("gemma2", 4, 0),  # softcap, which a step shows
-        ("gpt_oss", 0, 0),  # sinks
-        ("exaone4", 2, 2),  # layers without a window rotate nothing
+        pytest.param("gpt_oss", 0, 0, marks=pytest.mark.long),  # sinks
+        pytest.param("exaone4", 2, 2, marks=pytest.mark.long),  # layers without a window rotate nothing
     ],
 )
 def test_what_is_not_attention_of_this_kind_stays(kind: str, number: int, computed: int, tmp_path: Path) -> None:

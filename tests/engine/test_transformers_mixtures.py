@@ -248,7 +248,7 @@ def test_a_mixture_with_anything_else_stays(extra: str) -> None:
     assert kernel_mixtures(module) == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_in_exact_mode_a_mixture_has_the_bits_of_its_parts(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,8 +263,14 @@ def test_in_exact_mode_a_mixture_has_the_bits_of_its_parts(
     assert all(router.calls for router in apart.adapters._model.by_kernels.routers)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("made", [KernelRouter, KernelMixture])
+@pytest.mark.parametrize(
+    ("made", "dtype"),
+    [(KernelRouter, "bfloat16"), (KernelMixture, "float32")]
+    + [
+        pytest.param(made, dtype, marks=pytest.mark.long)
+        for made, dtype in ((KernelRouter, "float32"), (KernelMixture, "bfloat16"))
+    ],
+)
 def test_the_self_check_finds_a_kernel_that_is_wrong(
     made: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from baton.engine.memory import unread_sizes
 from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.transformers_models import generated, make_mxfp4_checkpoint
 
-PROMPTS, NEW_TOKENS = (37, 11, 24), 24
+PROMPTS, NEW_TOKENS = (37, 11, 24), 12
 EXPERTS = "model.layers.2.mlp.experts"
 Tensors = dict[str, Tensor]
 

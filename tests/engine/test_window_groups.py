@@ -20,7 +20,7 @@ from tests.support.transformers_models import generated, make_transformers_check
 WINDOW, BLOCK, STEP, COUNT = 8, 4, 16, 24
 
 
-@pytest.fixture(scope="module", params=[("gemma3_text", 6), ("gpt_oss", 4)])
+@pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runner]:
     kind, layers = request.param
     model = tmp_path_factory.mktemp(kind) / "m"
@@ -29,7 +29,16 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return model, load_runner(options)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("loaded", "prefix_cache"),
+    [
+        (("gemma3_text", 6), True),
+        (("gpt_oss", 4), False),
+        pytest.param(("gemma3_text", 6), False, marks=pytest.mark.long),
+        pytest.param(("gpt_oss", 4), True, marks=pytest.mark.long),
+    ],
+    indirect=["loaded"],
+)
 def test_preempted_sequences_that_share_a_prefix_generate_what_transformers_does(
     loaded: tuple[Path, Runner], prefix_cache: bool
 ) -> None:
