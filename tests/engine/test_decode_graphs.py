@@ -89,7 +89,7 @@ def row(name: int, start: int, tokens: list[int], num_sampled: int, sampling: Sa
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("mistral", marks=pytest.mark.long)])
 def twins(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
-    return Twins(make_checkpoint(tmp_path_factory.mktemp("m"), request.param))
+    return Twins(make_checkpoint(tmp_path_factory.mktemp("m"), request.param, num_layers=2))
 
 
 def test_replayed_steps_match_plain_forward_passes(twins: Twins) -> None:
@@ -128,7 +128,7 @@ def test_rows_of_different_lengths_share_a_graph(twins: Twins) -> None:
 
 def test_captured_rows_with_more_queries_than_a_tile_take_several_tiles(checkpoint: Callable[..., Path]) -> None:
     """One tile for 9 queries of 16 heads a group would have 256 rows, more than the registers hold."""
-    twins = Twins(checkpoint("llama"), max_rows=2, lengths=(5,), long_tile=2)
+    twins = Twins(checkpoint("llama", num_layers=1), max_rows=2, lengths=(5,), long_tile=2)
     twins.compute(*(row(n, 0, random_tokens(40 + n, seed=n), 1) for n in range(2)))
     found, expected = twins.compute(row(0, 40, [5, 6, 7, 8, 9], 5), row(1, 41, [5, 6, 7], 3))
     assert torch.allclose(found, expected, rtol=0, atol=1e-4) and twins.graphs.replayed == 1
@@ -207,7 +207,7 @@ def test_replay_reads_tokens_that_are_only_on_the_device(twins: Twins) -> None:
 
 def test_padding_rows_write_only_into_the_spare_block(tmp_path: Path) -> None:
     """Padding tokens write only into the spare block, whatever the number of blocks that they span."""
-    twins = Twins(make_checkpoint(tmp_path, "llama"), size=4)
+    twins = Twins(make_checkpoint(tmp_path, "llama", num_layers=2), size=4)
     for cache in (cache for pair in twins.graphs._kv.layers for cache in pair):
         cache[0] = 7.0
     twins.compute(*(row(n, 0, random_tokens(4 - n, seed=n), 1) for n in (1, 2, 3)))
@@ -238,7 +238,7 @@ def test_captured_graph_keeps_every_tensor_that_it_reads_alive(tmp_path: Path, m
 
     from baton.engine.decode_graphs import DecodeGraphs
 
-    twins = Twins(make_checkpoint(tmp_path, "llama"))
+    twins = Twins(make_checkpoint(tmp_path, "llama", num_layers=1))
     graphs: Any = twins.graphs
     captured_with: list[Any] = []
     cuda = torch.cuda

@@ -98,7 +98,7 @@ def test_model_of_fused_layers_matches_the_plain_model(arch: Arch, tmp_path: Pat
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.kernels.fused import fused
 
-    config, group = read_model_config(make_checkpoint(tmp_path, arch)), TPGroup()
+    config, group = read_model_config(make_checkpoint(tmp_path, arch, num_layers=2)), TPGroup()
     weights = WeightReader(Checkpoint(tmp_path), config, group, torch.float32, CPU)
     rotary = Rotary(config, 64, torch.float32, CPU)
     plain, quick = (Model(config, weights, group, made(rotary)) for made in (partial(layers.plain, exact=False), fused))

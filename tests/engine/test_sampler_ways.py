@@ -78,7 +78,7 @@ def test_sampler_chooses_the_token_of_the_plain_sampler(name: str, params: dict[
         row = row_of(vocab, kind)
         draws = [
             Draw(SamplingParams(**{"temperature": 0.8, "seed": 2**63 + 77 * index, **params}), index % 3, index)
-            for index in range(3 if name == TRITON else 12)
+            for index in range(2 if name == TRITON else 12)
         ]
         tokens = choose(torch.from_numpy(row).expand(len(draws), -1), draws)
         for draw, token in zip(draws, tokens, strict=True):
@@ -123,8 +123,8 @@ def test_lowest_id_wins_among_equal_logits_and_zeros_of_either_sign(choose: Choo
     logits = torch.tensor([[1.0, 3.0, 3.0], [-0.0, 0.0, -1.0], [0.0, -0.0, 0.0]])
     assert choose(logits, [greedy] * 3) == [1, 0, 0]
     row = torch.tensor([-0.0, 0.0, -0.0, 0.0])
-    draws = [Draw(SamplingParams(temperature=1.0, top_k=2, seed=index), 0, index) for index in range(20)]
-    tokens = choose(row.expand(20, -1), draws)
+    draws = [Draw(SamplingParams(temperature=1.0, top_k=2, seed=index), 0, index) for index in range(8)]
+    tokens = choose(row.expand(8, -1), draws)
     assert tokens == [plain(row.numpy(), draw) for draw in draws] and {*tokens} == {0, 1}
 
 
@@ -154,7 +154,7 @@ def plain_token_with_a_tail(vocab: int, draw: Draw) -> int:
 def top_p_cases() -> list[object]:
     """In Triton's interpreter a case of the large vocabulary takes two seconds."""
     cases = product([-3e-7, -3e-9, 3e-9, 3e-7], [4096, 49_152], [*float32_levels(), TRITON])
-    slow = lambda beyond, vocab, name: name == TRITON and vocab > 4096 and beyond != 3e-9  # noqa: E731
+    slow = lambda _, vocab, name: name == TRITON and vocab > 4096  # noqa: E731
     return [pytest.param(*case, marks=pytest.mark.long if slow(*case) else ()) for case in cases]
 
 
@@ -172,7 +172,11 @@ def test_top_p_cut_is_exact_where_float32_sums_cannot_decide(name: str, vocab: i
     assert name == TRITON or set(tokens) == ({77} if beyond < 0 else {77, 500})
 
 
-@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_p": 0.9, "top_k": 15_000}, {"min_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [pytest.param({"top_p": 0.9}, marks=pytest.mark.long), {"top_p": 0.9, "top_k": 15_000}, {"min_p": 0.9}],
+    ids=str,
+)
 def test_cut_in_a_long_flat_tail_is_found_on_a_gpu(params: dict[str, float]) -> None:
     """Weights of 1e-4 of the sum or less, which a search in float32 may miss by a value."""
     choose, vocab = load_sampler(TRITON), 20_000
