@@ -101,6 +101,7 @@ MODELS = (
     Model("Qwen2 0.5B", 14, 2, 64, 896, 4864),
     Model("135M, float32", 9, 3, 64, 576, 1536, dtype=torch.float32, main=False),
     Model("Phi, 32 heads of 96", 32, 32, 96, 3072, 8192),
+    Model("405B with a window, 1 of 8 ranks", 16, 1, 128, 16384, 53248, window=4096, ranks=8),  # all kernels at once
 )
 
 

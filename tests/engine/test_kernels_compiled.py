@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
-IN_SUITE = ("Llama 405B, 1 of 8 ranks", "Mistral 7B, window")
-"""With and without a window, in groups of 16 and of 4 heads of 128. `make test-long` has all models."""
+IN_SUITE = ("405B with a window, 1 of 8 ranks",)
+"""Kernels of several ranks and of a window, in groups of 16 heads of 128. `make test-long` has all models."""
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 KERNELS = {"_attend", "_add_norm", "_rotate_and_store", "_silu_mul", "_linear", "_choose", "_mask_rows", "_mix"}
 
