@@ -297,8 +297,11 @@ def test_outputs_match_their_schema(undrafted: dict[str, list[int]], tokenizer: 
     assert any(len(undrafted[f"r{i}"]) == 60 for i in range(15) if i % 5 == 4)
 
 
-@pytest.mark.parametrize("source", ["ngram", "model"])
-@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize(
+    ("length", "source"),
+    [(5, "ngram"), (2, "model")]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in ((2, "ngram"), (5, "model"))],
+)
 def test_draft_tokens_do_not_change_the_output(
     target: Runner, draft: Runner, undrafted: dict[str, list[int]], source: str, length: int
 ) -> None:

@@ -65,8 +65,14 @@ def plain(target: Runner) -> Run:
     return decode_all(target, requests(12), batch=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [0, 1, 4, 8])
+@pytest.mark.parametrize(
+    ("length", "kind"),
+    [(0, "model"), (8, "model"), (0, "ngram"), (4, "ngram")]
+    + [
+        pytest.param(n, kind, marks=pytest.mark.long)
+        for n, kind in ((1, "model"), (4, "model"), (1, "ngram"), (8, "ngram"))
+    ],
+)
 def test_speculation_yields_the_tokens_of_plain_decoding(
     target: Runner, draft: Runner, plain: Run, kind: str, length: int
 ) -> None:
