@@ -5,8 +5,6 @@ from __future__ import annotations
 import _posixshmem
 import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -187,22 +185,13 @@ def test_abort_unblocks_the_receiver_and_an_unshared_buffer_is_refused(connected
         prefill.send(torch.zeros(64, dtype=torch.uint8), 1)
 
 
-def test_another_process_maps_an_exported_buffer_and_freeing_it_leaves_nothing_open() -> None:
+def test_another_process_maps_an_exported_buffer_and_freeing_it_leaves_nothing_open(
+    spec: MakeSpec, peers: Callable[[EdgeSpec], Any]
+) -> None:
     buf = filled(1000)
-    handle = export(buf[:500])
-    code = (
-        "import sys, torch; from baton.transfer.shared_buffers import map_exported;"
-        "print(int(map_exported(bytes.fromhex(sys.argv[1]), torch.device('cpu')).long().sum()))"
-    )
-    root = str(Path(__file__).parents[2])
-    ran = subprocess.run(
-        [sys.executable, "-c", code, handle.hex()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": root},
-    )
-    assert ran.stdout.strip() == str(int(buf[:500].long().sum())), ran.stderr
+    handle, peer = export(buf[:500]), peers(spec("decode"))
+    peer.send_command("map", handle=handle.hex())
+    assert peer.read_reply() == {"sum": int(buf[:500].long().sum())}
     before = len(os.listdir("/proc/self/fd"))
     del buf
     assert len(os.listdir("/proc/self/fd")) == before - 2, "the descriptor, and that of the mapping"

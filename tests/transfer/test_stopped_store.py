@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -19,24 +18,16 @@ from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.rendezvous import EdgeStore
 from tests.support.edges import num_keys
 from tests.support.limits import HANG_S, Stall
+from tests.transfer.conftest import Peer
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
-
-STORE = """
-import time
-from baton.transfer.rendezvous import EdgeStore
-store = EdgeStore()
-print(store.port, flush=True)
-time.sleep(600)
-"""
 
 
 class StoreProcess:
     def __init__(self) -> None:
-        env = {**os.environ, "PYTHONPATH": "."}
-        self.process = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True, env=env)
-        assert self.process.stdout is not None
-        self.port, self.test = int(self.process.stdout.readline()), 0
+        peer = Peer(EdgeSpec("", 0, "", 1, "prefill"))
+        peer.send_command("store")
+        self.process, self.port, self.test = peer.process, int(peer.read_reply()["port"]), 0
 
     def stop(self, for_s: float = 0.0) -> None:
         if for_s:  # from another process: this one may hang
