@@ -76,7 +76,7 @@ def test_higher_priority_is_not_throttled_or_starved_while_a_lower_one_holds_blo
     assert found.longest_silence_s < 2.5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(2, 400)), min_size=2, max_size=12),
     part=st.floats(0.2, 0.9),

@@ -19,7 +19,7 @@ from tests.support.scale import CALIBRATION, even, shape
 
 SLO = Slo(1.0, 0.05)
 SHORT_BLOCKS = shape(blocks=90)
-UNEVEN = [TraceRow(i * 0.05, 100, 600 if i % 3 == 0 else 15) for i in range(80)]
+UNEVEN = [TraceRow(i * 0.05, 100, 600 if i % 3 == 0 else 15) for i in range(50)]
 """Outputs that are often longer than recent ones: they need more blocks than is expected."""
 
 
@@ -47,7 +47,7 @@ def test_one_request_takes_what_its_parts_cost() -> None:
         pytest.param(shape(), [TraceRow(i / 9, 20, 1 + i % 2) for i in range(30)], id="short outputs"),
         pytest.param(replace(shape(0, 2), split="never"), even(60, 0.05, 900, 30), id="prompts on decode"),
         pytest.param(replace(shape(0), split="never"), [TraceRow(0.0, 513, 11)], id="a prompt's last token alone"),
-        pytest.param(shape(3, 9), scaled(first_seconds(read_trace(trace_path("azure-conv")), 40), 3, 1), id="trace"),
+        pytest.param(shape(3, 9), scaled(first_seconds(read_trace(trace_path("azure-conv")), 20), 3, 1), id="trace"),
     ],
 )
 def test_steps_at_once_equal_steps_one_by_one(cluster: ClusterShape, rows: list[TraceRow]) -> None:
@@ -203,7 +203,7 @@ def test_tasks_on_one_core_share_it() -> None:
     assert thread.busy_s == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.long if n > 2 else ()) for n in range(6)])
 def test_steps_at_once_equal_steps_one_by_one_whatever_interrupts_them(seed: int) -> None:
     """So few sequences run at once that requests wait for a decode worker: each arrival then interrupts the runs, often
     while a sequence whose KV has arrived waits for the next step."""

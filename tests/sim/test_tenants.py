@@ -59,9 +59,9 @@ def test_others_whose_requests_follow_each_other_closely_notice_little(monkeypat
     others = [
         replace(row, tenant=f"t{number}")
         for number in range(OTHERS)
-        for row in poisson(1.0, 4 * SECONDS, PROMPTS, OUTPUTS, number + 1)
+        for row in poisson(1.0, 2 * SECONDS, PROMPTS, OUTPUTS, number + 1)
     ]
-    heavy = [replace(row, tenant=HEAVY) for row in poisson(10.0, 4 * SECONDS, PROMPTS, OUTPUTS, 99)]
+    heavy = [replace(row, tenant=HEAVY) for row in poisson(10.0, 2 * SECONDS, PROMPTS, OUTPUTS, 99)]
     alone = ttft_p99_s(others)[False]
     assert ttft_p99_s(others + heavy)[False] <= 1.1 * alone
     monkeypatch.setattr(virtual_counters, "IDLE_CREDIT", 0)
@@ -72,7 +72,7 @@ def test_others_notice_little_of_a_tenant_that_begins(monkeypatch: pytest.Monkey
     """After a pause, with more than the cluster can do: it has all of its credit, and the others have little."""
     begins = 30.0
     loads = []
-    for seed in range(3):
+    for seed in range(2):
         others = [
             replace(row, tenant=f"t{number}")
             for number in range(OTHERS)
