@@ -407,17 +407,19 @@ def until_back(url: str, coordinator: int, before: dict[str, float]) -> tuple[di
         time.sleep(0.5)
 
 
-def run(seconds: float, directory: Path, *, idle: bool = True) -> Found:
+def run(seconds: float, directory: Path, *, idle: bool = True, start: Callable[..., Any] = subprocess.Popen) -> Found:
     """`idle`: other clients get the processor when no process needs it, as gaps of good streams are measured. On a busy
-    machine they may then take minutes to start."""
+    machine they may then take minutes to start. `start` starts the cluster, as Popen does."""
     flags = ["--device", "cpu", "--port", "0", "--grpc-port", "0", "--control-port", "0", "--run-dir", str(directory)]
     log = (directory.parent / "up.log").open("wb")
     with (
         log,
-        subprocess.Popen([*BATON, "up", "--model", "builtin", *flags], cwd=ROOT, stdout=log, stderr=log) as cluster,
+        start(
+            [*BATON, "up", "--model", "builtin", *flags], cwd=ROOT, stdout=log, stderr=log, env={**os.environ}
+        ) as cluster,
     ):
         try:
-            url = ready_url(cluster, directory / "cluster.json")  # type: ignore[arg-type]
+            url = ready_url(cluster, directory / "cluster.json")
             known = json.loads((directory / "cluster.json").read_text())
             ports = Ports(*(address(known[name]) for name in ("http", "grpc", "control")))
             coordinator = next(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks import bad_clients
 from benchmarks.bad_clients import compare, kinds, report, run
+from tests.support.forks import start
 
 AT_ONCE = ("no HTTP", "a head without an end", "a body over its limit", "deep JSON", "a join of a stranger")
 
@@ -19,7 +21,7 @@ AT_ONCE = ("no HTTP", "a head without an end", "a body over its limit", "deep JS
 @pytest.mark.timeout(2700)  # 600 s are ten rounds of 90 s alone, and of 200 s beside other tests
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(600.0, marks=pytest.mark.long)])
 def test_bad_clients_leak_nothing_and_fail_no_stream(seconds: float, tmp_path: Path) -> None:
-    found = run(seconds, tmp_path / "run", idle=seconds > 60.0)
+    found = run(seconds, tmp_path / "run", idle=seconds > 60.0, start=start if seconds < 60.0 else subprocess.Popen)
     text = report(found, seconds)
     print(text)
     assert not found.left and not found.failed, text

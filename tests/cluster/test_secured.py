@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import ssl
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from baton.runtime.tls import read_cluster_tls
 from launch.certificates import make_certificates
 from tests.runtime.test_streams import HELLO
 from tests.support.cluster import Cluster, cluster
+from tests.support.forks import run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 KEY, A, B, GIVEN = (f"sk-0123456789abcde{digit}" for digit in "fabc")
@@ -82,7 +82,6 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
     with cluster(
         "builtin",
         draft="none",
-        forked=False,
         env={"BATON_API_KEY": f"{GIVEN} {SHORT}"},
         api_key_file=keys,
         allowed_origins="*",  # for clients, which have keys; not for the operators' port
@@ -128,7 +127,7 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
 
         command = [sys.executable, "-m", "launch.cli", "drain", "decode-0", running.admin, "--timeout-s", "1"]
         token = ["--cluster-token-file", str(running.run_dir / "cluster.token")]
-        plain = subprocess.run([*command, *token], capture_output=True, text=True, timeout=60)
+        plain = run([*command, *token], timeout=60)
         assert plain.returncode != 0 and "--cluster-tls-dir" in plain.stderr, plain.stderr
         named = [*command, *token, "--cluster-tls-dir", str(certificates)]
-        assert subprocess.run(named, capture_output=True, timeout=60).returncode == 0
+        assert run(named, timeout=60).returncode == 0

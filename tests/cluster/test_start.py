@@ -55,7 +55,7 @@ def test_a_model_that_cannot_be_served_ends_the_start_with_one_error(
     make: Callable[[Path], Path], words: list[str], tmp_path: Path
 ) -> None:
     started = time.monotonic()
-    running = start_cluster(make(tmp_path), run_dir=tmp_path / "run", forked=False)
+    running = start_cluster(make(tmp_path), run_dir=tmp_path / "run", forked=make is not _cut)
     assert running.process.wait(60) not in (0, None)
     assert not running.processes()
     lines = running.output.read_text().strip().splitlines()
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be_served_ends_the_start_with_one_error(
 def test_a_port_in_use_ends_the_start_with_one_error(flag: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        running = start_cluster("builtin", run_dir=tmp_path / "run", forked=False, **{flag: port})
+        running = start_cluster("builtin", run_dir=tmp_path / "run", **{flag: port})
         assert running.process.wait(60) not in (0, None)
         assert not running.processes()
     last = running.output.read_text().strip().splitlines()[-1]
@@ -82,7 +82,7 @@ def test_a_port_in_use_ends_the_start_with_one_error(flag: str, tmp_path: Path) 
     ("flags", "named"), [({"decode_block_size": 24}, "24"), ({"draft": "no-such-directory"}, "no-such-directory")]
 )
 def test_invalid_options_end_the_start_with_an_error(flags: dict[str, object], named: str, tmp_path: Path) -> None:
-    running = start_cluster("builtin", run_dir=tmp_path / "run", forked=False, **flags)
+    running = start_cluster("builtin", run_dir=tmp_path / "run", **flags)
     assert running.process.wait(60) not in (0, None)
     assert named in running.output.read_text().strip()[-1500:]
 
