@@ -283,6 +283,7 @@ def test_no_rank_is_left_after_a_torchrun_is_killed(how: str, victim: str, start
     assert -1 < line < traceback, nodes.logs()
 
 
+@pytest.mark.long  # tests/launch/test_torchrun.py has the report, test_tensor_parallel.py such a rank
 def test_ranks_that_cannot_load_name_themselves_before_torchruns_traceback_and_in_its_report(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     words = f"--nproc-per-node 2 --master-port {port} --max-restarts 0 -m prefill --worker-id p-0 --model {tmp_path}/no"

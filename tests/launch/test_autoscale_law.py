@@ -557,7 +557,7 @@ def test_a_load_beyond_any_cluster_takes_no_time_to_size() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.long if n >= 4 else ()) for n in range(20)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.long if n >= 2 else ()) for n in range(20)])
 def test_no_calibration_that_is_accepted_breaks_the_law(seed: int) -> None:
     chosen = random.Random(seed)
 
