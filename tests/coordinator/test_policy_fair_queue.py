@@ -184,7 +184,7 @@ def test_a_tenant_without_pause_has_no_credit() -> None:
         assert order(queue, 2) == [f"{name}{number - 1}" for name in ("a", "b")]
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.lists(lengths, min_size=2, max_size=12), st.lists(lengths, min_size=1, max_size=2), st.integers(0, 2000))
 def test_two_tenants_of_which_one_was_idle_differ_by_its_credit_more(
     light: list[tuple[int, int]], heavy: list[tuple[int, int]], idle: int

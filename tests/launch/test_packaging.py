@@ -104,7 +104,7 @@ def test_installed_wheel_serves_the_built_in_model(python: Path, tmp_path: Path)
     (tmp_path / "decode.py").write_text("raise SystemExit('the wrong decode')\n")
     environment = {"PYTHONPATH": "", "PWD": str(tmp_path)}
     program = ("env", "-C", str(tmp_path), str(python.with_name("baton")), "up")
-    running = start_cluster("builtin", run_dir=tmp_path / "run", env=environment, program=program)
+    running = start_cluster("builtin", run_dir=tmp_path / "run", env=environment, program=program, draft="none")
     try:
         wait_ready(running)
         body = {"model": "builtin", "prompt": "def read_lines(path):", "max_tokens": 8, "temperature": 0}

@@ -17,13 +17,13 @@ from tests.support.one_gpu import one_gpu_settings
 from tests.support.oracle import Greedy, greedy
 
 COUNT = 24
-REQUESTS = 32
+REQUESTS = 16
 LOST_WITHIN_S = 5.0
 _expected: dict[Path, list[Greedy]] = {}
 
 
 def prompts() -> list[list[int]]:
-    return [[(11 * n + 17 * i * i + 3 * i) % 256 for i in range(n)] for n in range(3, 3 + 5 * REQUESTS, 5)]
+    return [[(11 * n + 17 * i * i + 3 * i) % 256 for i in range(n)] for n in range(3, 3 + 10 * REQUESTS, 10)]
 
 
 def eight_heads(directory: Path, kv_heads: int) -> Path:
@@ -53,7 +53,7 @@ async def same_tokens_as_one_rank(model: Path, **flags: Any) -> dict[str, Any]:
             undecided += expected.decided < COUNT
         check_bytes(running, model)
         workers: dict[str, Any] = running.workers()
-    assert undecided <= 2, f"the oracle itself is undecided in {undecided} of {REQUESTS}"
+    assert undecided <= 1, f"the oracle itself is undecided in {undecided} of {REQUESTS}"
     return workers
 
 
