@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from baton.core.names import host_port_error
 from baton.runtime.config import option
@@ -14,7 +15,11 @@ _MAX_INT32 = (1 << 31) - 1
 
 
 def _url_error(text: str) -> str | None:
-    return None if re.fullmatch(r"https?://[!-~]+", text) else "must be a URL such as http://prometheus:9090"
+    try:
+        host, _ = (parts := urlsplit(text)).hostname, parts.port  # reading them checks them
+    except ValueError:
+        host = None
+    return None if host and re.fullmatch(r"https?://[!-~]+", text) else "must be a URL such as http://prometheus:9090"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,19 +30,25 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _MAX_BYTES = 1 << 20
 """Of a ConfigMap."""
 _READABLE_BY_GROUP = 0o440
+_SECRET_PATH = re.compile(r"(/(?!\.+/)[^/:\x00-\x1f\x7f]+)+/(?!\.\.|\.\Z)[-._A-Za-z0-9]{1,253}")
+"""A directory that can be the mount of a volume, and a key of a Secret."""
 
 
 def secret_paths(options: Mapping[str, Any], member: str) -> list[str]:
     """Returns the paths of the secret files that a member's options name. `member` is its role for TLS.
 
     Raises:
-        StartupError: a path is not absolute.
+        StartupError: a path is not absolute, or its file cannot be a key of a Secret.
     """
     paths = [str(options[name]) for name in _SECRET_FILES if options.get(name)]
     if directory := options.get("cluster_tls_dir"):
-        paths += [f"{directory}/{name}.pem" for name in ("ca", member, f"{member}-key")]
+        folder = str(directory).rstrip("/")
+        paths += [f"{folder}/{name}.pem" for name in ("ca", member, f"{member}-key")]
     for path in paths:
         _check_absolute(path, member)
+        if not _SECRET_PATH.fullmatch(path):
+            valid = "a file below a directory, named with letters, digits and -._ only: that is its key in the Secret"
+            raise StartupError(f"{member}: {path!r} must be the path of {valid}")
     return paths
 
 

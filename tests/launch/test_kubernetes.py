@@ -382,6 +382,11 @@ def test_other_checksums_are_a_rollout(emit: Callable[..., list[Table]]) -> None
         (("--domain-label", "a/"), ("", ""), "--domain-label 'a/' must be a qualified name"),
         (("--spread-over", "zone-"), ("", ""), "--spread-over 'zone-' must be a qualified name"),
         ((), ("/etc/baton/secrets/token", "secrets/token"), "'secrets/token' must be an absolute path"),
+        *(
+            ((), ("/etc/baton/secrets/token", path), f"coordinator: {path!r} must be the path of a file below a")
+            for path in ("/etc/a token", "/etc/token/", "/token", "//token", "/./token", "/etc/..token", "/e:/token")
+        ),
+        ((), ("/etc/baton/secrets/token", "/etc/to\\nken"), r"coordinator: '/etc/to\nken' must be the path of a file"),
         ((), ("/models/m", "org/name"), "'org/name' must be an absolute path"),
         ((), ("/models/m", "/m"), "must be below one directory, not /"),
         ((), ("/etc/baton/keys/api-keys", "/etc/baton/keys/token"), "would both be the key token"),
@@ -396,6 +401,9 @@ def test_other_checksums_are_a_rollout(emit: Callable[..., list[Table]]) -> None
         (("--start-timeout-s", "1e11"), ("", ""), "--start-timeout-s must be at most"),
         (("--prometheus", "http://a:9090\nx"), ("", ""), "--prometheus must be a URL"),
         (("--prometheus", "a:9090"), ("", ""), "--prometheus must be a URL"),
+        (("--prometheus", "http://[x"), ("", ""), "--prometheus must be a URL"),
+        (("--prometheus", "http://a:99999"), ("", ""), "--prometheus must be a URL"),
+        (("--prometheus", "http:///a"), ("", ""), "--prometheus must be a URL"),
         (("--decode-max", "1"), ("", ""), "--decode-max 1 is less than the 2 decode workers"),
         (("--decode-max", "4"), ("base_port = 9200", "max_running = 8"), "only one pool of a role can be scaled"),
         (("--decode-max", "4"), ("[[decode]]", "[[prefill]]"), "--decode-max 4: the topology has no decode worker"),
