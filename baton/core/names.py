@@ -64,4 +64,4 @@ def _is_ipv6(host: str) -> bool:
 
 
 def _shown(text: str) -> str:
-    return repr(text[:40].encode("ascii", "backslashreplace").decode())
+    return ascii(text[:40])

@@ -27,7 +27,7 @@ from starlette.types import Scope
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
 from baton.runtime.event_loop import off_loop
-from baton.runtime.status import HttpProblem, printable
+from baton.runtime.status import HttpProblem
 from coordinator.anthropic.render import MessagesRender, model_object, model_page
 from coordinator.anthropic.schema import CountTokensBody, MessagesBody
 from coordinator.api_keys import ApiKeys
@@ -474,7 +474,7 @@ class _Front:
     async def request(self, request_id: str) -> Response:
         timelines = self._pipeline.request(request_id)
         if not timelines:
-            named = f"request {printable(request_id, 100)!r}"
+            named = f"request {request_id[:100]!r}"
             message = f"{named} is not among the running ones and the last {KEPT}; refused ones are not recorded"
             raise NotFound(message, code="request_not_found", param="request_id")
         return json_response(await off_loop(len(timelines) > 50, _as_json, timelines))

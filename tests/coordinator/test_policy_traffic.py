@@ -90,6 +90,7 @@ def test_the_share_of_workers_without_a_revision_has_a_name() -> None:
         (["=5"], "'=5' is not NAME=PERCENT"),
         (["v2=5", "v2=6"], "'v2' is given twice"),
         (["v2=101"], "the share of 'v2' is not 0 to 100: 101"),
+        (["vü=5"], r"revision: 'v\xfc' is not 1 to 128 characters"),
         (["v2=-1"], "not 0 to 100"),
         (["v2=nan"], "not 0 to 100"),
         (["a b=5"], "revision: "),

@@ -121,6 +121,8 @@ async def test_recent_requests_are_served_over_http(client: httpx.AsyncClient, g
     assert (await client.get("/requests/r-1")).json()["requests"][0]["attempts"] == 1
     missing = await client.get("/requests/nobody")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "request_not_found"
+    named = (await client.get("/requests/v%C3%BC%1B")).json()["error"]["message"]
+    assert named.startswith(r"request 'vü\x1b' is not among"), "escaped once"
     for limit in ("0", "x", "-1", "1001", "9" * 5000, "٣"):
         answer = await client.get("/requests", params={"limit": limit})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit", limit
