@@ -250,6 +250,8 @@ class WorkerTable:
         worker = self.get(worker_id)
         if worker is None and worker_id in self._next_roles:
             raise NotFound(f"{worker_id} is changing its role and has not joined again yet", param="worker_id")
+        if worker is None and worker_id in self._workers:
+            raise NotFound(f"{worker_id} is lost: its lease has ended, and it has not joined again", param="worker_id")
         if worker is None:
             raise NotFound(f"no worker {worker_id[:128]!r} is in this cluster", param="worker_id")
         if next_role is not None and worker.state == "draining" and worker.next_role is None:

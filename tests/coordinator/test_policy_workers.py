@@ -326,6 +326,16 @@ def test_the_end_of_a_lease_does_not_end_a_drain(workers: WorkerTable) -> None:
     assert workers.flips == {"prefill": 1, "decode": 1}
 
 
+@pytest.mark.parametrize("next_role", [None, "prefill"])
+def test_a_lost_worker_cannot_drain_and_the_refusal_says_that_it_is_lost(
+    workers: WorkerTable, next_role: Role | None
+) -> None:
+    workers.join(join(both_roles=True), 0.0)
+    workers.expire(3.0)
+    with pytest.raises(NotFound, match=r"^d0 is lost: its lease has ended, and it has not joined again$"):
+        workers.drain("d0", 9.0, 4.0, next_role)
+
+
 def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -> None:
     workers.join(join(both_roles=True), 0.0)
     workers.drain("d0", 9.0, 1.0, "prefill")
