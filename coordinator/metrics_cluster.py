@@ -71,6 +71,8 @@ class ClusterMetrics(Collector):
         for role in get_args(Role):
             role_missing.add_metric([role], float(role == own["missing_role"]))
         yield role_missing
+        expected = "1 while there may be no worker on purpose: as an autoscaler reports, or after a take-over"
+        yield gauge("baton_workers_expected", expected, value=float(own["expects_workers"]))
         prefilled = "tokens that prefills computed, counted when their first token arrives"
         yield counter("baton_prefilled_tokens", prefilled, value=own["prefilled_tokens"])
         vain = "of these, tokens of choices that ended before their answer was complete, or that were prefilled again"

@@ -301,6 +301,7 @@ class Pipeline:
             "wasted_tokens": dict(cluster.requests.prefilled.wasted),
             "ready": self.ready()[0],
             "missing_role": cluster.requests.dispatcher.missing_role(decode=self._generates) or "",
+            "expects_workers": cluster.requests.holding.expects_workers(time.monotonic()),
             "adapters": cluster.adapters.in_use(cluster.requests),
             "tasks": self._num_tasks(),
             "pid": os.getpid(),

@@ -28,6 +28,10 @@ class Holding:
         self._complete_at = [max(at, known) for known in self._complete_at]
         self._expected_at = max(at, self._expected_at)
 
+    def expects_workers(self, now: float) -> bool:
+        """Whether workers were expected at a time less than `limit_s` ago, or later."""
+        return now - self._expected_at < self.limit_s
+
     def look_for_roles(self, now: float) -> None:
         for decode in (False, True):
             if self._dispatcher.missing_role(decode=decode) is None:

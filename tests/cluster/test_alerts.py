@@ -97,6 +97,23 @@ async def load(running: Cluster, streams: int, prompt: int, output: int) -> Asyn
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@contextlib.asynccontextmanager
+async def no_workers_on_purpose(running: Cluster) -> AsyncIterator[None]:
+    """Reports what an autoscaler reports that keeps no worker."""
+
+    async def report() -> None:
+        async with httpx.AsyncClient(base_url=running.url) as client:
+            while True:
+                assert (await client.post("/expect_workers")).status_code == 200
+                await asyncio.sleep(1.0)
+
+    task = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
 class Watched:
     """The alerts of a Prometheus."""
 
@@ -139,6 +156,8 @@ async def test_each_alert_fires_at_its_fault_and_clears(tmp_path: Path) -> None:
                 await watched.fires(*lost[:2])
                 await watched.fires("BatonQueueDoesNotMove")
                 await watched.fires("BatonFailures")  # after --hold-s, and while the queue is full
+                async with no_workers_on_purpose(running):
+                    await watched.clears("BatonRoleMissing")
             await watched.clears(*lost)
             with pausing(running.pids("prefill-0")[0], 2.2, 0.2), pausing(running.pids("prefill-1")[0], 2.2, 0.2):
                 await watched.fires("BatonSlowFirstToken")

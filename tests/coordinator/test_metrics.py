@@ -59,6 +59,7 @@ CLUSTER: dict[str, Any] = {
         "loop_longest_stall_ms": 250.0,
         "ready": True,
         "missing_role": "decode",
+        "expects_workers": True,
         "prefilled_tokens": 900,
         "wasted_tokens": {"cancelled": 60, "failed": 0, "rescheduled": 40},
         "adapters": {"max": 4, "running": ["a", "b"], "waiting": ["c"]},
@@ -170,6 +171,7 @@ def test_cluster_metrics_match_the_workers_report() -> None:
     assert value(metrics, "baton_oldest_queued_seconds") == 1.5
     assert value(metrics, "baton_role_missing", role="decode") == 1
     assert value(metrics, "baton_role_missing", role="prefill") == 0
+    assert value(metrics, "baton_workers_expected") == 1
     assert value(metrics, "baton_choices_admitted_total") == 40
     assert value(metrics, "baton_prompt_tokens_admitted_total") == 9000
     assert value(metrics, "baton_prompt_tokens_queued") == 600 and value(metrics, "baton_prompt_tokens_backlog") == 300

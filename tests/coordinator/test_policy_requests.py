@@ -455,13 +455,14 @@ def test_workers_that_are_expected_are_waited_for_beyond_the_hold() -> None:
 def test_no_workers_on_purpose_is_ready_for_a_hold_after_the_last_report() -> None:
     d = Drive(hold_s=30.0)
     holding = d.requests.holding
-    assert holding.missing_role(d.now) == "prefill", "none has ever been ready"
+    assert holding.missing_role(d.now) == "prefill" and not holding.expects_workers(d.now), "none has ever been ready"
     for _ in range(3):
         holding.expect_workers(d.now)
         d.tick(29.0)
         assert holding.missing_role(d.now) is holding.missing_role(d.now, decode=False) is None
+        assert holding.expects_workers(d.now)
     d.tick(1.0)
-    assert holding.missing_role(d.now) == "prefill"
+    assert holding.missing_role(d.now) == "prefill" and not holding.expects_workers(d.now)
     waits = d.submit("r")
     d.tick(29.9)
     assert waits.error is None, "what arrives nevertheless waits as long as ever"
