@@ -170,6 +170,7 @@ class WorkerOptions(EngineConfig):
         256.0, "staging memory of a worker for KV in transfer; up to a quarter more is kept as buffers", low=0.001
     )
     edge_timeout_s: float = option(5.0, "time limit of one KV operation", low=0.1)
+    drain_timeout_s: float = option(30.0, "time limit for running sequences to finish at shutdown", low=0)
     cluster_tls_dir: str = option(
         "", "directory with ca.pem and this role's certificate and key, for TLS of control and links; see `baton certs`"
     )
@@ -198,7 +199,6 @@ class WorkerConfig(WorkerOptions):
     )
     health_port: int = option(0, "port of gRPC's health service, for probes; 0: none", low=0, high=65535)
     connect_timeout_s: float = option(10.0, "time limit for a peer to connect", low=0.1)
-    drain_timeout_s: float = option(30.0, "time limit for running sequences to finish at shutdown", low=0)
 
 
 @dataclass(frozen=True)

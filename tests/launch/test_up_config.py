@@ -45,6 +45,14 @@ def test_worker_command() -> None:
     assert " --exact " in command and spec.environment["OMP_NUM_THREADS"] == "3" and spec.log == Path("/r/decode-0.log")
 
 
+def test_every_process_has_the_time_to_drain_of_up() -> None:
+    """Workers drain by themselves too, at a roll for example, and had 30 s whatever `baton up` was given."""
+    members = plan(UpConfig(drain_timeout_s=7.5))
+    specs = members.coordinator(), members.worker("prefill-0", BOUND), members.worker("decode-0", BOUND)
+    commands = [spec.command for spec in (*specs, members.batches(BOUND))]
+    assert [command[command.index("--drain-timeout-s") + 1] for command in commands] == ["7.5"] * 4
+
+
 def test_api_keys_are_on_no_command_line() -> None:
     given = UpConfig(api_key="k-1 k-2")
     members = plan(given)
