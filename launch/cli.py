@@ -56,11 +56,12 @@ def doctor_command(config: DoctorConfig) -> int:
     from launch.doctor.run import doctor
     from launch.members import nodes_here
     from launch.plan_checks import check_memory, host_memory_bytes
-    from launch.up import plan_for
+    from launch.up import autoscale_policy, plan_for
 
     plan = plan_for(config)
     nodes = nodes_here(plan.topology, config.node)
     check_memory(plan, nodes, host_memory_bytes())
+    autoscale_policy(config, plan, nodes)
     return doctor(plan, nodes, config)
 
 

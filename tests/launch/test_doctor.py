@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from baton.core.commands import Drain, Prefill, Welcome
-from baton.core.errors import HandoffError, JoinRefused
+from baton.core.errors import HandoffError, JoinRefused, StartupError
 from baton.core.events import HandedOver, Parked, SequenceEnded, StageStamps, StepEvents
 from baton.core.handover import verify
 from baton.runtime.options import read_config_file
 from coordinator.policy.pool import Pool, Worker
+from launch.cli import baton
 from launch.doctor.findings import Finding, print_verdict
 from launch.doctor.run import doctor
 from launch.doctor.sessions import CHECK_BYTES, CheckSessions, MeasuredHandOver, check_prompt
@@ -181,6 +183,23 @@ def test_worker_that_ended_is_reported_with_its_own_line_and_not_waited_for(
     for name in ("prefill-0", "decode-0"):
         assert f"join {name}: exit code 7: no such library" in shown
     assert "hand-over" not in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--autoscale", "/nowhere.json"), "--autoscale /nowhere.json: No such file"),
+        (("--autoscale-min", "0"), "--autoscale-min has no effect without --autoscale"),
+    ],
+)
+def test_options_of_the_autoscaler_are_checked_as_by_up(
+    options: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # which the command sets
+    monkeypatch.setattr("launch.doctor.run.doctor", lambda *_: 0)
+    words = ["doctor", "--model", "builtin", "--device", "cpu", "--kv-memory-gib", "0.1", *options]
+    with pytest.raises(StartupError, match=reason):
+        CliRunner().invoke(baton, words, standalone_mode=False, catch_exceptions=False)
 
 
 def test_port_in_use_is_reported_as_a_running_cluster_with_the_other_findings(
