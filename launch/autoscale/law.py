@@ -592,7 +592,8 @@ def _choose(policy: Policy, memory: Memory, role: Role, state: RoleState, need: 
     # squares of lengths, and what remains of outputs: it varies as it has varied.
     spread = pstdev(sizes) if role == DECODE else 0.0
     smaller = _bounded(policy, role, math.ceil(max(sizes) + spread))
-    if smaller <= state.size / (1 + TOLERANCE) and not starting and now.at_s - down[0][0] >= COVERED * policy.down_s:
+    known = now.at_s - down[0][0] >= COVERED * policy.down_s
+    if state.size and smaller <= state.size / (1 + TOLERANCE) and not starting and known:
         return replace(state, size=smaller, lowered_at=now.at_s)
     return state
 

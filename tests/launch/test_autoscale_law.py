@@ -315,6 +315,15 @@ def test_a_restarted_coordinator_counts_from_zero() -> None:
     assert len(f.memory.samples) == 1 and f.step(12) == busy
 
 
+def test_late_requests_add_workers_where_no_decode_worker_is_needed() -> None:
+    """The role that has no worker was "lowered" at each look, and what was late before a change does not count."""
+    f = Fluid(replace(POLICY, least=Size(1, 0), limit=Size(20, 0)), ready=Size(1, 0))
+    f.rate = 28.0
+    before = f.step(120)
+    f.late_share = 0.4
+    assert f.step(20).prefill > before.prefill
+
+
 def test_from_zero_to_both_roles_and_back() -> None:
     f = Fluid(replace(POLICY, least=Size(0, 0)), ready=Size(0, 0))
     assert f.step(5) == Size(0, 0)
