@@ -256,7 +256,7 @@ def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizin
     more = replace(demand, requests_per_s=demand.requests_per_s * factor, factor=factor)
     idle = _idle(policy, memory)
     late, slow = demand.late, demand.slow
-    if sample.waits_for == "decode":  # then it is not prefill that makes first tokens late
+    if sample.waits_for == "decode" or not policy.limit.prefill:  # then it is not prefill that makes first tokens late
         late, slow = None, max(filter(None, (late, slow)), default=None)
     states: list[RoleState] = []
     needs: list[Need] = []
@@ -421,7 +421,7 @@ def _prompt_s(policy: Policy, memory: Memory, demand: Demand) -> float:
 def _prefill(policy: Policy, memory: Memory, demand: Demand) -> Need:
     """Returns the fewest prefill workers; busy are those that also compute what waits within its time."""
     now, kind = memory.samples[-1], policy.prefill
-    if not demand.prompt:
+    if not policy.limit.prefill or not demand.prompt:
         return IDLE
     prompt_s = _prompt_s(policy, memory, demand)
     budget_s = policy.slo.ttft_s - prompt_s - kind.front.request_s if policy.slo.ttft_s else math.inf
@@ -601,7 +601,7 @@ def _choose(policy: Policy, memory: Memory, role: Role, state: RoleState, need: 
 def _together(policy: Policy, memory: Memory) -> Memory:
     """Makes both roles zero, or neither: a cluster with one of them serves nothing."""
     now = memory.samples[-1]
-    roles: list[Role] = [PREFILL, DECODE] if policy.limit.decode else [PREFILL]
+    roles: list[Role] = [role for role in (PREFILL, DECODE) if getattr(policy.limit, role)]
     ends = _idle(policy, memory) and not any(_starting(policy, memory, role) for role in roles)
     serves = now.in_flight or any(memory.of(role).size for role in roles)
     for role in roles:

@@ -31,6 +31,7 @@ class Autoscaler:
         self.roles: dict[str, str] = {}  # of the workers that were ready
         self.sample: ClusterSample | None = None  # the last one
         self.present = 0  # workers that were not lost
+        self._decode_only = False  # the cluster is one without prefill workers
 
     def look(self, *, acts: bool = False) -> Size | None:
         """Returns the size to have now; None before the first look at the cluster. While the coordinator does not
@@ -39,6 +40,7 @@ class Autoscaler:
         try:
             document, metrics = get_cluster(self._url).document, get_metrics(self._url)
             sample = read_sample(document, metrics, self._policy.slo, time.monotonic())
+            policy = self._policy_for(document, sample)
         except (StartupError, KeyError, TypeError, ValueError) as error:
             missing = "the coordinator does not report " if isinstance(error, KeyError) else ""
             self._report(f"unchanged: {missing}{error}")
@@ -48,10 +50,10 @@ class Autoscaler:
         if (differs := mismatch(document["workers"], self._policy.decode)) and differs != self._mismatch:
             self._log(f"the calibration is of other workers, sizes may be wrong: {differs}")
             self._mismatch = differs
-        if not self._policy.limit.decode:  # the law would keep those that run, as an operator's choice
+        if not policy.limit.decode:  # the law would keep those that run, as an operator's choice
             sample = replace(sample, workers=tuple(worker for worker in sample.workers if worker.role == "prefill"))
         before = self.decision
-        self.decision, self._memory = decide(self._policy, self._memory, sample)
+        self.decision, self._memory = decide(policy, self._memory, sample)
         if before is None or self.decision.size != before.size or self.decision.unmet != before.unmet:
             self._log(str(self.decision))
         problem = ""
@@ -62,6 +64,20 @@ class Autoscaler:
                 problem = f"without workers it is not ready: {error}"
         self._report(problem)
         return self.decision.size
+
+    def _policy_for(self, document: Mapping[str, Any], sample: ClusterSample) -> Policy:
+        """Returns the policy. It keeps no prefill worker where decode workers compute the prompts, the coordinator has
+        never had a prefill worker, and none was asked for. Raises KeyError if the coordinator does not report that."""
+        asked = self.decision is not None and self.decision.size.prefill
+        if sample.ready("prefill"):
+            self._decode_only = False
+        elif sample.ready("decode") and self._policy.limit.decode and not asked:
+            had_any = document["totals"]["prefill"]["worker_s"] > 0
+            self._decode_only = not had_any and not document["coordinator"]["missing_role"]
+        if not self._decode_only:
+            return self._policy
+        least, limit = self._policy.least, self._policy.limit
+        return replace(self._policy, least=Size(0, least.decode), limit=Size(0, limit.decode))
 
     def _report(self, problem: str) -> None:
         if problem and problem != self._problem:

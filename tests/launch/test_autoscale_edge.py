@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -25,7 +26,7 @@ from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc
 from launch.autoscale.command import autoscale_command
 from launch.autoscale.flip import Flip
 from launch.autoscale.keda import serve
-from launch.autoscale.law import Policy
+from launch.autoscale.law import STARTS, Policy
 from launch.autoscale.observe import TTFT, Autoscaler, above, mismatch, read_sample
 from launch.up import autoscale_policy, plan_for
 from launch.up_config import UpConfig
@@ -62,10 +63,11 @@ ROW = {
     "waiting": 2,
     "pids": [1],
 }
+PREFILL, DECODE = (ROW | {"id": f"{role}-0", "role": role} for role in ("prefill", "decode"))
 DOCUMENT = {
     "workers": [
-        ROW | {"id": "prefill-0", "role": "prefill"},
-        ROW | {"id": "decode-0", "role": "decode"},
+        PREFILL,
+        DECODE,
         ROW | {"id": "decode-1", "role": "decode", "state": "draining"},
         ROW | {"id": "decode-2", "role": "decode", "state": "lost"},
     ],
@@ -172,6 +174,51 @@ def test_where_no_decode_worker_is_needed_those_that_run_are_not_kept(coordinato
     policy = replace(POLICY, limit=Size(8, 0))
     size = Autoscaler(policy, f"http://127.0.0.1:{coordinator.server_port}", lambda line: None).look()
     assert size is not None and size.prefill >= 1 and size.decode == 0
+
+
+def _decode_only(*workers: object, missing_role: str = "", prefill_s: float = 0.0) -> dict[str, Any]:
+    """What a coordinator shows whose decode workers compute the prompts."""
+    own = COORDINATOR | {"missing_role": missing_role}
+    return DOCUMENT | {"workers": workers, "coordinator": own, "totals": {"prefill": {"worker_s": prefill_s}}}
+
+
+def test_a_cluster_whose_decode_workers_compute_the_prompts_keeps_no_prefill_worker(coordinator: Any) -> None:
+    policy, lines = replace(POLICY, least=Size(1, 1)), list[str]()
+    autoscaler = Autoscaler(policy, f"http://127.0.0.1:{coordinator.server_port}", lines.append)
+    coordinator.handler.document = _decode_only(DECODE)
+    size = autoscaler.look()
+    assert size is not None and size.prefill == 0 and size.decode >= 1
+    assert "0 prefill + 1 decode: prefill has nothing to do; decode 11.0 sequences" in lines[0]
+    coordinator.handler.document = _decode_only()  # its workers were started again
+    size = autoscaler.look()
+    assert size is not None and size.prefill == 0 and size.decode >= 1
+    coordinator.handler.document = _decode_only(DECODE, PREFILL)
+    size = autoscaler.look()
+    assert size is not None and size.prefill >= 1, "an operator added one"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [_decode_only(DECODE, missing_role="prefill"), _decode_only(DECODE, prefill_s=7.0)],
+    ids=["--split always", "they were lost"],
+)
+def test_prefill_workers_that_are_missing_are_asked_for(coordinator: Any, shown: dict[str, Any]) -> None:
+    coordinator.handler.document = shown
+    size = Autoscaler(POLICY, f"http://127.0.0.1:{coordinator.server_port}", lambda line: None).look()
+    assert size is not None and size.prefill >= 1
+
+
+def test_prefill_workers_that_join_after_decode_workers_stay_asked_for(
+    coordinator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a cluster that starts from zero with --split auto, however late they join."""
+    clock = count(0.0, STARTS * POLICY.start_s("prefill") + 1.0)
+    monkeypatch.setattr("launch.autoscale.observe.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    autoscaler = Autoscaler(POLICY, f"http://127.0.0.1:{coordinator.server_port}", lambda line: None)
+    for workers in ((), (DECODE,), (DECODE,)):
+        coordinator.handler.document = _decode_only(*workers)
+        size = autoscaler.look()
+        assert size is not None and size.prefill >= 1
 
 
 def test_a_calibration_of_other_workers_is_named_once(coordinator: Any) -> None:

@@ -324,6 +324,18 @@ def test_late_requests_add_workers_where_no_decode_worker_is_needed() -> None:
     assert f.step(20).prefill > before.prefill
 
 
+def test_a_cluster_of_decode_workers_keeps_no_prefill_worker_and_follows_its_load_and_late_requests() -> None:
+    f = Fluid(replace(POLICY, least=Size(0, 1), limit=Size(0, 20)), ready=Size(0, 1))
+    f.rate = 20.0
+    before = f.step(60)
+    assert before.decode > 1 and "prefill has nothing to do" in str(f.decisions[-1])
+    f.late_share = 0.4
+    assert f.step(20).decode > before.decode, "first tokens are late at decode workers"
+    f.rate = f.late_share = 0.0
+    f.step(round((LONG_WINDOW_S + 3 * 300.0) / EVERY_S))
+    assert f.sizes[-1] == Size(0, 1) and not any(size.prefill for size in f.sizes)
+
+
 def test_from_zero_to_both_roles_and_back() -> None:
     f = Fluid(replace(POLICY, least=Size(0, 0)), ready=Size(0, 0))
     assert f.step(5) == Size(0, 0)
