@@ -127,6 +127,9 @@ class LocalCluster:
     def drain_timeout_s(self, name: str) -> float:
         return self._members.drain_timeout_of(name)
 
+    def drains(self, name: str) -> bool:
+        return any(row["id"] == name and row["state"] == "draining" for row in self._workers_there())
+
     def succeed_coordinator(self) -> Child:
         if self._coordinator is None or (old := self._coordinator.child) is None:
             raise StartupError("the coordinator is not running")
@@ -390,8 +393,8 @@ class LocalCluster:
             if self._front_is_up:
                 draining.append((COORDINATOR, coordinator))
         if self._coordinator is None:
-            for _, child in draining:
-                child.terminate()
+            for worker in self._workers:
+                worker.drain()
         while any(child.poll() is None for _, child in draining) and signals.stops < 2 and time.monotonic() < deadline:
             if coordinator is not None and coordinator.poll() is not None:
                 deadline = min(deadline, time.monotonic() + AGENT_EXIT_S)

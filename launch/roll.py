@@ -60,6 +60,10 @@ class Rolled(Protocol):
         """Returns how long a member may take to drain."""
         ...
 
+    def drains(self, name: str) -> bool:
+        """Whether a worker drains, as its coordinator shows."""
+        ...
+
     def succeed_coordinator(self) -> Child:
         """Starts a coordinator beside the present one, and returns that."""
         ...
@@ -126,9 +130,12 @@ class Roll:
         name = parts[0].name
 
         def there() -> bool:
-            return all(part.joined for part in parts) or all(part.left for part in parts)
+            if all(part.left for part in parts):
+                return True
+            # A signal ends a worker that drains at once. One that an earlier roll requested to drain gets none.
+            return all(part.joined for part in parts) and (parts[0].drains or not self._cluster.drains(name))
 
-        if not there():  # between two runs; or the coordinator is, or was, and it has not joined again
+        if not there():  # between two runs; or the coordinator is, or was, and it has not joined again; or it drains
             self._write(RUNNING, name, "waiting until it has joined")
             yield from self._within(self._start_s, f"{name} has not joined")(there)
         if all(part.left for part in parts):

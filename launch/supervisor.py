@@ -109,6 +109,8 @@ class Supervised:
         self.retired = False
         # Whether this run is to be followed by another one when it leaves.
         self._renewed = False
+        # The run that was requested to drain.
+        self._drained: Child | None = None
         # The current run; without one, the next starts at `restart_at`, or at `urgent_at` while no worker of its role
         # is ready.
         self.child: Child | None = None
@@ -136,13 +138,22 @@ class Supervised:
         about = "".join(f"   {text}" for text in (spec.note, note) if text)
         self._console.stage(self.name, f"starting   pid {self.child.pid}{about}   log {spec.log}")
 
+    @property
+    def drains(self) -> bool:
+        """Whether this run was requested to drain."""
+        return self.child is not None and self.child is self._drained
+
+    def drain(self) -> None:
+        """Requests the child, if there is one, to drain and to end: once, as a second signal would end it at once."""
+        if self.child is not None and not self.drains:
+            self._drained = self.child
+            self.child.terminate()
+
     def retire(self) -> None:
         """Drains it, once it runs; it is not started until `return_to_work`."""
         self.retired, self.restart_at = True, None
-        if self.child is None:
-            self.left = True
-        else:
-            self.child.terminate()
+        self.left = self.child is None
+        self.drain()
 
     def return_to_work(self) -> None:
         """Starts it again; not while it still drains. Raises StartupError as `start_again`."""
@@ -161,13 +172,12 @@ class Supervised:
             self._console.stage(self.name, f"{error.message}; retrying in {RETRY_S:g} s")
 
     def renew(self) -> None:
-        """Requests the child to drain and to end. The next run starts then, however late that is, or now if there is
-        no child."""
+        """Drains the child. The next run starts once it has ended, however late that is, or now if there is none."""
         if self.child is None:
             self.restart_at = time.monotonic()
         else:
             self._renewed = True
-            self.child.terminate()
+            self.drain()
 
     def succeed(self, spec: ChildSpec) -> Child | None:
         """Starts a run beside the present one, and supervises it from now on; returns the present one."""

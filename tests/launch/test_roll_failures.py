@@ -53,6 +53,7 @@ class Member:
     joined: bool = True
     left: bool = False
     renewed: bool = False
+    drains: bool = False
 
     def renew(self) -> None:
         self.renewed = True
@@ -67,12 +68,16 @@ class Cluster:
         self.workers = {name: Member(name) for name in ("prefill-0", "decode-0")}
         self.batches, self.coordinator = Member(BATCHES), Member(COORDINATOR)
         self.restored: list[Run] = []
+        self.draining: set[str] = set()
 
     def groups(self) -> dict[str, list[list[Member]]]:
         return {name.partition("-")[0]: [[worker]] for name, worker in self.workers.items()}
 
     def drain_timeout_s(self, name: str) -> float:
         return 100.0 if name == "prefill-0" else 30.0
+
+    def drains(self, name: str) -> bool:
+        return name in self.draining
 
     def succeed_coordinator(self) -> Run | None:
         old = self.coordinator.child
@@ -178,6 +183,30 @@ def test_a_worker_that_is_drained_while_a_roll_waits_for_it_is_left_out(tmp_path
     worker.child, worker.left = None, True
     result = made.result()
     assert (result["state"], result["replaced"]) == (DONE, ["prefill-0", BATCHES, COORDINATOR])
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_worker_that_drains_is_not_signalled_again(stays: bool, tmp_path: Path) -> None:
+    """A second signal ends it at once. It leaves, or a flip has drained it and it joins again."""
+    cluster = Cluster()
+    cluster.draining = {"decode-0"}
+    worker = cluster.workers["decode-0"]
+    made = rolling(tmp_path, cluster)
+    made.until(lambda: reading(made.file).get("now") == "decode-0" and cluster.now > 20.0)
+    assert not worker.renewed
+    cluster.draining.clear()
+    if not stays:
+        worker.child, worker.joined, worker.left = None, False, True
+    replaced = ["prefill-0", *["decode-0"] * stays, BATCHES, COORDINATOR]
+    result = made.result()
+    assert (result["state"], result["replaced"]) == (DONE, replaced)
+
+
+def test_a_worker_that_drains_for_an_earlier_roll_is_replaced_once_it_has_drained(tmp_path: Path) -> None:
+    cluster = Cluster()
+    cluster.draining, cluster.workers["decode-0"].drains = {"decode-0"}, True
+    assert rolling(tmp_path, cluster).result()["state"] == DONE
+    assert "decode-0" in reading(tmp_path / ROLL)["replaced"]
 
 
 def test_a_coordinator_between_two_runs_is_waited_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +69,21 @@ def test_a_member_that_is_renewed_starts_again_when_it_leaves(tmp_path: Path) ->
     made.tick()
     assert made.child is not None, "also one that had left"
     made.kill()
+
+
+def test_a_run_is_requested_to_drain_once(tmp_path: Path) -> None:
+    """At a second signal it would end at once, with its requests."""
+    made = not_started(tmp_path, 0)
+    for _ in range(2):
+        signals = list[str]()
+        run = SimpleNamespace(terminate=lambda to=signals: to.append("SIGTERM"))
+        made.child = run  # type: ignore[assignment]
+        assert not made.drains
+        made.renew()
+        made.renew()
+        made.retire()
+        made.drain()
+        assert made.drains and signals == ["SIGTERM"]
 
 
 def test_member_that_failed_is_restarted(tmp_path: Path) -> None:
