@@ -11,7 +11,7 @@ Lifecycle of a local cluster:
 3. ready     the address is printed; a member that dies after it has joined is restarted with backoff
 4. stop      SIGINT, SIGTERM or SIGHUP: SIGTERM to the batches process, which sends no further line, and to the
              coordinator, which drains the workers over their sessions; all exit 0. After drain_timeout_s + 5 s, or at a
-             second signal, the rest is killed
+             second signal, the rest is killed; workers AGENT_EXIT_S after the coordinator, unless batches still end
 
 A startup error before a member ever joined stops everything at once, and the box about it is printed last. In every
 case nothing is left running: the children die with this process even under SIGKILL (`baton.runtime.process`).
@@ -395,10 +395,14 @@ class LocalCluster:
         if self._coordinator is None:
             for worker in self._workers:
                 worker.drain()
-        while any(child.poll() is None for _, child in draining) and signals.stops < 2 and time.monotonic() < deadline:
+        workers_by = deadline
+        while running := [name for name, child in draining if child.poll() is None]:
+            now = time.monotonic()
             if coordinator is not None and coordinator.poll() is not None:
-                deadline = min(deadline, time.monotonic() + AGENT_EXIT_S)
-                coordinator = None
+                workers_by, coordinator = min(deadline, now + AGENT_EXIT_S), None
+            # The batches process still stores the responses of its lines then.
+            if signals.stops >= 2 or now >= (deadline if BATCHES in running else workers_by):
+                break
             signals.wait(TICK_S)
         failed = False
         for name, child in draining:

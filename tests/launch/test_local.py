@@ -6,13 +6,17 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from launch import local
 from launch.console import Console
-from launch.local import LocalCluster
+from launch.local import AGENT_EXIT_S, STOP_GRACE_S, LocalCluster
 from launch.members import Members, Programs
 from launch.plan import BATCHES, COORDINATOR, make_plan
 from launch.topology import parse_topology
 
 DRAIN_S = 30.0
+TICK_S = 0.2
 
 
 class Clock:
@@ -64,6 +68,38 @@ def cluster(where: Path, clock: Clock, **drain_s: float) -> LocalCluster:
         member.child = Run(clock, drain_s.get(member.name.replace("-", "_"), 0.0))  # type: ignore[assignment]
         member.joined = True
     return made
+
+
+def shown(captured: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Returns the printed lines without their times: the member and the text of each."""
+    return [line.split(maxsplit=3)[2:] for line in captured.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("batches_s", "worker_s", "ended_s", "late"),
+    [
+        (25.0, 0.0, 25.0, []),
+        (60.0, 0.0, DRAIN_S + STOP_GRACE_S, [BATCHES]),
+        (0.0, 60.0, 1.0 + AGENT_EXIT_S, ["decode-0"]),
+        (25.0, 60.0, 25.0, ["decode-0"]),
+    ],
+)
+def test_after_the_coordinator_batches_have_their_whole_time_and_workers_ten_seconds(
+    batches_s: float,
+    worker_s: float,
+    ended_s: float,
+    late: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The batches process was killed 11 s into a drain of 35 s: the coordinator had ended after one."""
+    clock = Clock()
+    monkeypatch.setattr(local, "time", clock)
+    made = cluster(tmp_path, clock, coordinator=1.0, batches=batches_s, decode_0=worker_s)
+    assert made._stop(clock) == bool(late)  # type: ignore[arg-type]
+    assert clock.now == pytest.approx(ended_s, abs=2 * TICK_S)
+    assert [name for name, text in shown(capsys) if "still running" in text] == late
 
 
 def test_the_end_of_a_cluster_signals_no_worker_that_drains_again(tmp_path: Path) -> None:
