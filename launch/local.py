@@ -236,6 +236,8 @@ class LocalCluster:
             names.sort(key=lambda name: not all(part.joined for part in self._scalable.get(name, [])))
             count = getattr(size, role)
             for part in (part for name in names[count:] for part in self._scalable.get(name, [])):
+                if part.child is not None:  # also if the size is as before: another command may have changed a role
+                    self._console.stage(part.name, f"draining   {count} of {len(names)} {role} workers are kept")
                 part.retire()
             for part in (part for name in ended[role][: max(count - len(names), 0)] for part in self._scalable[name]):
                 self._survive(part, part.return_to_work)

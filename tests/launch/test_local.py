@@ -14,6 +14,7 @@ from launch.local import AGENT_EXIT_S, STOP_GRACE_S, LocalCluster
 from launch.members import Members, Programs
 from launch.plan import BATCHES, COORDINATOR, make_plan
 from launch.topology import parse_topology
+from sim.scale.planner import Size
 
 DRAIN_S = 30.0
 TICK_S = 0.2
@@ -73,6 +74,21 @@ def cluster(where: Path, clock: Clock, **drain_s: float) -> LocalCluster:
 def shown(captured: pytest.CaptureFixture[str]) -> list[list[str]]:
     """Returns the printed lines without their times: the member and the text of each."""
     return [line.split(maxsplit=3)[2:] for line in captured.readouterr().out.splitlines()]
+
+
+def test_each_worker_that_the_autoscaler_ends_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside `baton autoscale --flip`, one that started was ended without any: the size was 2 + 2 before and after
+    another worker's change of role, and the law prints only changes."""
+    made = cluster(tmp_path, Clock())
+    made._workers[-1].joined = False
+    roles = {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "decode"}
+    made._autoscaler = SimpleNamespace(roles=roles)  # type: ignore[assignment]
+    made._follow(Size(2, 2))
+    assert [worker.name for worker in made._workers if worker.retired] == ["decode-1"]
+    assert shown(capsys) == [["decode-1", "draining   2 of 3 decode workers are kept"]]
+    made._workers[0].child = None
+    made._follow(Size(0, 2))
+    assert made._workers[0].left and not shown(capsys), "none ended here"
 
 
 @pytest.mark.parametrize(
