@@ -29,13 +29,12 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3": {"arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
 }
 QUICK = {
-    "builtin-bf16": ("batch of 32", "chunks of 16", "model, k = adaptive"),
-    "builtin": ("model, k = adaptive", "model, chunks of 16, cached, preempted"),
+    "builtin-bf16": ("batch of 32", "model, k = adaptive", "model, chunks of 16, cached, preempted"),
     "llama": (
         *("chunks of 16", "prefix cache", "preempted", "ngram, k = 8"),
         *("always right", "always wrong"),
     ),
-    "mistral": ("chunks of 16", "model, chunks of 16, cached, preempted"),
+    "mistral": ("model, chunks of 16, cached, preempted",),
 }
 
 

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 TOKENS = 5
+HEADS = [(4, 2, 16), (9, 3, 64), (8, 1, 80), (32, 8, 128)]
 
 
 def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,9 +50,13 @@ def test_fused_add_and_norm_match_the_plain_norm(size: int) -> None:
     assert fused(x[None].expand(1, TOKENS, size)[0][:0]).shape == (0, size), "no rows"
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 64), (8, 1, 80), (32, 8, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "stored"),
+    [(*heads, torch.float32) for heads in HEADS]
+    + [pytest.param(*h, torch.float8_e4m3fn, marks=pytest.mark.long if h in HEADS[2:] else ()) for h in HEADS],
+    ids=str,
+)
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("stored", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_heads_are_normed_rotated_and_stored(
     heads: int, kv_heads: int, head_dim: int, norms: bool, stored: torch.dtype
 ) -> None:
@@ -93,7 +98,7 @@ def test_fused_sum_over_ranks_has_the_bits_of_the_plain_sum(ranks: int, dtype: t
     assert torch.equal(sum_by_rank(partials), _sum_by_rank(partials))
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("arch", [pytest.param("llama", marks=pytest.mark.long), "qwen2", "qwen3", "mistral"])
 def test_model_of_fused_layers_matches_the_plain_model(arch: Arch, tmp_path: Path) -> None:
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.kernels.fused import fused

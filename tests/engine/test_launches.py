@@ -120,7 +120,7 @@ def test_steps_launched_ahead_yield_the_results_of_steps_computed_one_by_one(
 
 
 def test_steps_launched_ahead_yield_the_same_tokens_in_half_the_pool(target: Runner) -> None:
-    some = [replace(r, max_tokens=30, eos_token_ids=()) for r in requests("warm", 8)]
+    some = [replace(r, max_tokens=20, eos_token_ids=()) for r in requests("warm", 7)]
     expected = decode_all(target, some, batch=6)
     check = lambda scheduler: scheduler.check()  # noqa: E731
     found = decode_all(target, some, batch=6, num_blocks=14, launcher=DeferredLauncher(target), each_step=check)

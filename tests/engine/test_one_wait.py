@@ -36,6 +36,8 @@ EACH = (
     SamplingParams(temperature=0.0, min_tokens=5, presence_penalty=0.7, stop_token_ids=tuple(range(10, 60))),
     SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.3, frequency_penalty=0.4),
 )
+COUNT = len(EACH) + 4
+"""Requests: some samplings meet again with another prompt."""
 
 
 class WaitCountingEngine(SpeculativeEngine):
@@ -53,7 +55,7 @@ class WaitCountingEngine(SpeculativeEngine):
         return outcome
 
 
-def requests(count: int, length: int = 24) -> list[GenerateRequest]:
+def requests(count: int, length: int = 20) -> list[GenerateRequest]:
     """Prompts of 3 to 70 tokens that repeat pieces of themselves, each sampling in turn, outputs that end early."""
     made = []
     for index in range(count):
@@ -69,7 +71,7 @@ def requests(count: int, length: int = 24) -> list[GenerateRequest]:
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Run]:
     target = tiny_runner(builtin_directory("target"), exact=True, kernels="torch", kv_memory_bytes=64 << 20)
-    yield decode_all(target, requests(2 * len(EACH)), batch=5)
+    yield decode_all(target, requests(COUNT), batch=5)
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_each_step_waits_once_and_yields_the_results_of_plain_steps(
     # Fewer blocks than the drafts need: some sequences get no draft tokens.
     drafts = ModelDrafts(draft.layout, 14, draft.max_model_len)
     drafting = Speculation(drafts, FixedCosts(), fixed_length=4)
-    some = requests(2 * len(EACH))
+    some = requests(COUNT)
     with device:
         run = decode_all(target, some, speculation=drafting, engine=engine, batch=5)
     assert same(run, plain) and any(run.logprobs.values()) and set(run.ended.values()) == {"length", "stop"}
@@ -153,7 +155,7 @@ def test_step_with_ngram_draft_tokens_waits_once(pair: tuple[Runner, Runner], de
     engine = WaitCountingEngine(target, None, device)
     drafting = Speculation(NgramDrafts(), FixedCosts(), fixed_length=3)
     with device:
-        run = decode_all(target, requests(2 * len(EACH)), speculation=drafting, engine=engine, batch=5)
+        run = decode_all(target, requests(COUNT), speculation=drafting, engine=engine, batch=5)
     assert same(run, plain) and run.counters.drafted_tokens > 3
     assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
 
@@ -169,7 +171,7 @@ def test_undecided_draws_are_made_by_the_plain_sampler(
         ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len), FixedCosts(), fixed_length=2
     )
     with device:
-        run = decode_all(target, requests(2 * len(EACH)), speculation=drafting, engine=engine, batch=3)
+        run = decode_all(target, requests(COUNT), speculation=drafting, engine=engine, batch=3)
     assert same(run, plain) and run.counters.accepted_tokens > 20 and target.launches.rows_corrected > 5
     waits = Counter(waits for *_, waits in engine.steps)
     assert set(waits) == {1, 2} and waits[2] > 20, "one more where some draw was undecided"

@@ -124,6 +124,9 @@ def test_bfloat16_is_checked_in_float32_and_computes_the_same_bits_afterwards(
 ) -> None:
     path = make_transformers_checkpoint(tmp_path / kind, kind, torch.bfloat16)
     checked = tiny_runner(path, dtype="bfloat16")
+    assert {t.dtype for pair in checked.kv.storage for t in pair} == {torch.bfloat16}
+    if kind == "deepseek_v3":
+        assert checked.layout.bytes_per_token == 4 * (20 + 8) * 2  # layers, latent and rotated key, bytes
     assert not [record for record in caplog.records if record.name.startswith("baton")]
     monkeypatch.setattr(loading, "check_in_float32", lambda *_: None)
     tokens = random_tokens(24)
@@ -217,13 +220,6 @@ def test_a_missing_extra_is_named(gemma2: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(transformers_path, "find_spec", lambda _: None)
     with pytest.raises(StartupError, match=r"pip install 'baton-serve\[transformers\]'"):
         tiny_runner(gemma2)
-
-
-def test_bfloat16_passes_its_self_check_and_latents_take_their_own_size(tmp_path: Path) -> None:
-    path = make_transformers_checkpoint(tmp_path / "m", "deepseek_v3", torch.bfloat16)
-    runner = tiny_runner(path, dtype="bfloat16")
-    assert runner.layout.bytes_per_token == 4 * (20 + 8) * 2  # layers, latent and rotated key, bytes
-    assert {t.dtype for pair in runner.kv.storage for t in pair} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", pytest.param("gemma2", marks=pytest.mark.long)])
