@@ -43,7 +43,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[EdgeKey, int]:
     return by_edge
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("heads", [1, 2, 4, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("sizes", [(p, d) for p in SIZES for d in SIZES])
 async def test_each_head_is_sent_once_per_destination_rank_for_all_rank_counts(
     sizes: tuple[int, int], heads: int, counted: dict[EdgeKey, int]

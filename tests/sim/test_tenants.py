@@ -70,15 +70,15 @@ def test_others_whose_requests_follow_each_other_closely_notice_little(monkeypat
 
 def test_others_notice_little_of_a_tenant_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a pause, with more than the cluster can do: it has all of its credit, and the others have little."""
-    begins = 30.0
+    begins, ends = 20.0, 60.0
     loads = []
     for seed in range(2):
         others = [
             replace(row, tenant=f"t{number}")
             for number in range(OTHERS)
-            for row in poisson(1.0, begins + SECONDS, PROMPTS, OUTPUTS, 100 * seed + number + 1)
+            for row in poisson(1.0, ends, PROMPTS, OUTPUTS, 100 * seed + number + 1)
         ]
-        heavy = poisson(10.0, SECONDS, PROMPTS, OUTPUTS, 999 + seed)
+        heavy = poisson(10.0, ends - begins, PROMPTS, OUTPUTS, 999 + seed)
         loads.append((others, [replace(row, tenant=HEAVY, at_s=row.at_s + begins) for row in heavy]))
 
     def p99_s(*, beside: bool) -> float:

@@ -190,7 +190,12 @@ def launch_before_posted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("switched_off", "tp", "edges"),
-    [("threads", (1, 1), 1), ("posted", (1, 1), 1), ("both", (1, 1), 1), ("both", *TP[0])],
+    [
+        ("threads", (1, 1), 1),
+        ("posted", (1, 1), 1),
+        ("both", (1, 1), 1),
+        pytest.param("both", *TP[0], marks=pytest.mark.long),
+    ],
     ids=["threads", "posted", "both", "both-2-2"],
 )
 async def test_sends_deadlock_only_if_edge_threads_and_posted_are_both_disabled(
