@@ -7,11 +7,12 @@ sessions with workers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from baton.core.codes import ErrorCode
@@ -114,9 +115,11 @@ class Cluster:
 
         Raises:
             BatonError: the request is refused, and was not queued.
+            InvariantError: `tick` raises it as well.
         """
-        choice, actions = self.requests.admit(request, time.monotonic(), choices, session, client)
-        self._execute(actions)
+        with self._failing():
+            choice, actions = self.requests.admit(request, time.monotonic(), choices, session, client)
+            self._execute(actions)
         return choice
 
     def listen(self, choice: Choice, notify: Callable[[], None]) -> None:
@@ -124,8 +127,10 @@ class Cluster:
         self._notify[choice.name] = notify
 
     def end(self, choice: Choice, reason: str) -> None:
-        """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
-        self._execute(self.requests.end(choice, reason, time.monotonic()))
+        """Ends a choice of which the front needs no more output, and notifies both pools immediately. Raises as `admit`
+        does."""
+        with self._failing():
+            self._execute(self.requests.end(choice, reason, time.monotonic()))
         self._execute([choice.notification])  # the other choices of its request may wait for its end
 
     def forget(self, choice: Choice) -> None:
@@ -254,8 +259,17 @@ class Cluster:
                 log.warning("session of %s broke: %s", worker, why)
 
     def fail(self, error: InvariantError) -> None:
-        """Reports a bug found in a session: `tick` raises it."""
+        """Reports a bug that a session or a client's request ran into: `tick` raises it."""
         self._failure = error
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """For what runs in a client's task: other requests may have been left halfway, so all of the process ends."""
+        try:
+            yield
+        except InvariantError as e:
+            self.fail(e)
+            raise
 
     def check_token(self, presented: str, who: str) -> None:
         """Raises JoinRefused if the token is not this cluster's."""
@@ -276,8 +290,8 @@ class Cluster:
         """Runs leases, deadlines and the queue until cancelled.
 
         Raises:
-            InvariantError: a session found a violated invariant, or the counters of workers do not match the requests,
-                which is checked whenever no request is left. The process must exit.
+            InvariantError: a session or a request found a violated invariant, or the counters of workers do not match
+                the requests, which is checked whenever no request is left. The process must exit.
         """
         idle = True
         while True:

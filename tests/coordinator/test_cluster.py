@@ -81,6 +81,34 @@ async def test_a_violated_invariant_in_a_session_ends_the_coordinator(monkeypatc
         await reader.done()
 
 
+@pytest.mark.parametrize("call", ["admit", "end"])
+async def test_a_violated_invariant_in_a_client_s_task_ends_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Others that were taken from the queue with it would wait for their deadline."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=1)
+        await wait_for_dispatch(b)
+
+        def broken(*_: object) -> None:
+            raise InvariantError("a counter is wrong")
+
+        monkeypatch.setattr(b.cluster.requests, call, broken)
+        if call == "admit":
+            reader = b.submit("another", max_tokens=1)
+        else:
+            reader.task.cancel()
+        with pytest.raises(InvariantError, match="a counter is wrong"):
+            await reader.task
+        with pytest.raises(InvariantError, match="a counter is wrong"):
+            await asyncio.wait_for(b.tick, 30)
+        monkeypatch.undo()
+        for choice in list(b.requests):
+            b.cluster.forget(choice)
+        b.cluster._failure = None
+        b.tick = asyncio.create_task(b.cluster.tick())
+
+
 async def test_a_gap_is_filled_from_the_other_worker_and_repeated_tokens_count_once() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=3)
