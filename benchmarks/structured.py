@@ -74,7 +74,7 @@ def masks(model: Path) -> list[str]:
             (bits,) = automaton.masks(output, (), (1,))
             took.append(time.perf_counter() - began)
             assert bits is not None
-            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))
             token = int(chosen.choice(allowed.tolist()))
             output = () if token == 1 else (*output, token)
         ranked = sorted(took[1:])

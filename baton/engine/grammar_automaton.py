@@ -33,6 +33,8 @@ _ENDLESS = (
 )
 Bits: TypeAlias = "NDArray[np.uint8]"
 Masks: TypeAlias = "list[Bits | None]"
+PackedMasks: TypeAlias = "list[bytes | None]"
+"""As a process computes them: without numpy, which takes longer to import than all else that it needs."""
 
 
 class GrammarError(Exception):
@@ -168,7 +170,7 @@ class Automaton:
     def consumed(self) -> tuple[int, ...]:
         return self._consumed
 
-    def masks(self, output: tuple[int, ...], drafts: tuple[int, ...], ends: tuple[int, ...]) -> Masks:
+    def masks(self, output: tuple[int, ...], drafts: tuple[int, ...], ends: tuple[int, ...]) -> PackedMasks:
         """Returns the 1 + len(drafts) masks after the output and after each draft token; None from the first disallowed
         draft token on. Where the tokens so far satisfy the grammar, `ends` are allowed too.
 
@@ -186,14 +188,14 @@ class Automaton:
             self._lexer, self._matcher = self._lexers.matcher(self._grammar, full=self._lexer)
             self._consumed = ()
 
-    def _masks(self, output: tuple[int, ...], drafts: tuple[int, ...], ends: tuple[int, ...]) -> Masks:
+    def _masks(self, output: tuple[int, ...], drafts: tuple[int, ...], ends: tuple[int, ...]) -> PackedMasks:
         matcher, common = self._matcher, common_length(self._consumed, output)
         if common < len(self._consumed):
             matcher.rollback(len(self._consumed) - common)
         self._consumed = output
         if common < len(output) and not matcher.consume_tokens(list(output[common:])):
             raise error_of(matcher)
-        masks: Masks = [self._mask(ends)]
+        masks: PackedMasks = [self._mask(ends)]
         for token in drafts:
             if matcher.try_consume_tokens([token]) != 1:
                 break
@@ -202,21 +204,19 @@ class Automaton:
             matcher.rollback(len(masks) - 1)
         return masks + [None] * (1 + len(drafts) - len(masks))
 
-    def _mask(self, ends: tuple[int, ...]) -> Bits:
-        import numpy as np  # here: the coordinator, which computes no masks, need not load it
-
+    def _mask(self, ends: tuple[int, ...]) -> bytes:
         matcher = self._matcher
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
+        bits = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
             raise error_of(matcher)
         for token in self._eos:  # the tokenizer's own EOS tokens need not end this request
-            bits[token >> 3] &= ~np.uint8(1 << (token & 7))
+            bits[token >> 3] &= 0xFF ^ 1 << (token & 7)
         if matcher.is_accepting():
             for token in ends:
-                bits[token >> 3] |= np.uint8(1 << (token & 7))
-        if not bits.any():
+                bits[token >> 3] |= 1 << (token & 7)
+        if bits.count(0) == len(bits):
             raise GrammarError("the grammar allows no next token")
-        return bits
+        return bytes(bits)
 
 
 def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -200,20 +201,20 @@ class FrameReader:
             end = _HEAD.size + length - _BODY_OFFSET
             if len(self._buffer) < end:
                 break
-            frames.append(_decode(KINDS[kind], bytes(self._buffer[_HEAD.size : end])))
+            frames.append(_decode(kind, bytes(self._buffer[_HEAD.size : end])))
             del self._buffer[:end]
         return frames
 
 
-def _decode(cls: type[Any], body: bytes) -> Any:
+def _decode(kind: int, body: bytes) -> Any:
     try:
         # unpackb creates an Unpacker for this message alone; it refuses trailing bytes.
         values = msgpack.unpackb(
             body, use_list=False, raw=False, strict_map_key=True, max_map_len=0, max_ext_len=0, max_array_len=len(body)
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise FrameError(f"{cls.__name__}: not msgpack: {str(error)[:100]}") from None
-    return _READERS[cls](values)
+        raise FrameError(f"{KINDS[kind].__name__}: not msgpack: {str(error)[:100]}") from None
+    return _reader_of(kind)(values)
 
 
 def _values(value: Any) -> tuple[Any, ...]:
@@ -221,6 +222,11 @@ def _values(value: Any) -> tuple[Any, ...]:
     if not is_dataclass(value):
         raise TypeError(f"{type(value).__name__} cannot be encoded in a frame")
     return tuple(getattr(value, f.name) for f in fields(value))
+
+
+@cache  # not all at import: a process reads a few kinds
+def _reader_of(kind: int) -> Callable[[Any], Any]:
+    return _reader(KINDS[kind])
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
@@ -263,6 +269,3 @@ def _tuple_reader(kind: Any) -> Callable[[Any], Any]:
 
 def _refuse(kind: Any, value: Any) -> Any:
     raise FrameError(f"{type(value).__name__} where {getattr(kind, '__name__', kind)} is expected")
-
-
-_READERS = {kind: _reader(kind) for kind in KINDS.values()}

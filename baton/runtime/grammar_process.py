@@ -24,8 +24,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy  # noqa: F401  # before it forks: `Automaton` uses it
-
 from baton.engine.grammar_automaton import (
     STACK_BYTES,
     Automaton,
@@ -123,8 +121,7 @@ class Automata:
             self._automata.pop(request.automaton, None)
             too_complex = isinstance(error, GrammarTooComplex)
             return MasksComputed((), time.process_time() - began, str(error), too_complex)
-        bits = tuple(None if mask is None else mask.tobytes() for mask in masks)
-        return MasksComputed(bits, time.process_time() - began)
+        return MasksComputed(tuple(masks), time.process_time() - began)
 
 
 if __name__ == "__main__":

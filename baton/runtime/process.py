@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -18,10 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.core.liveness import AGENT_HEARTBEAT_S
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 PARENT_VARIABLE = "BATON_PARENT_PID"
 """Holds the pid of a child's parent, by which the child detects that the parent died before the child could check."""
@@ -177,8 +178,12 @@ NICE = 10
 def start_child(prepare: Callable[..., object] | None = None, *arguments: Any, nice: int = NICE) -> Executor:
     """An executor of one process, which calls `prepare(*arguments)` before it yields by `nice`: what that imports would
     take a process without priority longer than callers wait, where no core is idle."""
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), nice, prepare, arguments))
+    from concurrent.futures import ProcessPoolExecutor  # here: most processes have no such child
+    from multiprocessing import get_context
+
+    return ProcessPoolExecutor(
+        1, get_context("spawn"), initializer=_begin, initargs=(os.getpid(), nice, prepare, arguments)
+    )
 
 
 class ChildExecutor:

@@ -77,16 +77,16 @@ def automaton_of(tokenizer: LLTokenizer, grammar: str) -> Automaton:
     return Automaton(Lexers(tokenizer), grammar)
 
 
-def ids_of(bits: np.ndarray[Any, Any] | None) -> set[int]:
+def ids_of(bits: bytes | None) -> set[int]:
     assert bits is not None
-    return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")).tolist())
 
 
 def plain(tokenizer: LLTokenizer, grammar: str, output: tuple[int, ...], ends: tuple[int, ...]) -> set[int]:
     """Returns what may follow an output, from a new matcher."""
     matcher = LLMatcher(tokenizer, grammar)
     assert matcher.consume_tokens(list(output))
-    allowed = ids_of(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)) - set(tokenizer.eos_tokens)
+    allowed = ids_of(matcher.compute_bitmask()) - set(tokenizer.eos_tokens)
     return allowed | (set(ends) if matcher.is_accepting() else set())
 
 

@@ -50,7 +50,6 @@ class Channels:
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Channels]]:
     monkeypatch.setitem(frames.KINDS, 200, Order)
-    monkeypatch.setitem(frames._READERS, Order, frames._reader(Order))
     with ExitStack() as stack:
 
         def make(size: int = 2, store: DictStore | None = None) -> Channels:
