@@ -20,7 +20,8 @@ _MANY_MODULES = 200
 _CLUSTERS_END, _LONG_END = 0.9, 0.7
 """The shares of all files after which no cluster, and no long file, is left to run: a long file at the end would run
 alone."""
-_LONG = (  # over 20 s of processor time, of those outside tests/cluster; the first one compiles kernels for others, too
+_LONG = (  # over 20 s of processor time, or that wait as long beside other tests, of those outside tests/cluster; the
+    # first one compiles kernels for others, too
     "tests/engine/test_kernels_attention.py",
     "tests/engine/test_load_memory.py",
     "tests/sim/test_safety.py",
@@ -30,6 +31,9 @@ _LONG = (  # over 20 s of processor time, of those outside tests/cluster; the fi
     "tests/launch/test_up.py",
     "tests/engine/test_transformers.py",
     "tests/benchmarks/test_bad_clients.py",
+    "tests/launch/test_torchrun.py",
+    "tests/tools/test_by_file.py",
+    "tests/tools/test_processor_time.py",
 )
 
 
