@@ -33,10 +33,10 @@ def rehearse(out: Path, *arguments: str, seconds: float = 1200, **environment: s
     return ran.returncode, report
 
 
-QUICK_PARTS = ("environment", "kernel-times", "first-step", "first-edge", "8b-http")
-"""The first four, whose figures come before all others, and a cluster; beside parts that fail, an engine. `make
-test-long` rehearses all: most others run the same functions with other settings, tests that the suite has anyway, or
-what is not Baton's."""
+QUICK_PARTS = ("environment", "kernel-times", "first-step", "first-edge")
+"""Those whose figures come before all others; beside parts that fail, an engine. `make test-long` rehearses all: most
+others run the same functions with other settings, clusters and tests that the suite has anyway, or what is not
+Baton's."""
 
 
 def test_no_early_part_waits_until_flashinfer_has_compiled_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,10 @@ def port_of(topology: Path) -> int:
 
 
 @pytest.mark.cluster
-def test_shell_scripts_of_two_nodes_serve_a_request_and_drain(tmp_path: Path, scripts: Scripts) -> None:
-    """The prefill worker has one rank on each node."""
-    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"), tensor_parallel=2)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])  # pods of test_kubernetes.py have two
+def test_shell_scripts_of_two_nodes_serve_a_request_and_drain(ranks: int, tmp_path: Path, scripts: Scripts) -> None:
+    """The prefill worker has one rank on each node, or one alone."""
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"), tensor_parallel=ranks)
     done = CliRunner().invoke(baton, ["emit", "shell", str(topology), "--out", str(tmp_path / "nodes")])
     assert [Path(line).name for line in done.output.splitlines()] == ["a.sh", "b.sh"]
     first, second = (scripts.start(tmp_path / "nodes" / name) for name in ("a.sh", "b.sh"))
