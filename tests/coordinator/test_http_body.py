@@ -72,7 +72,7 @@ MANY_VALUES: dict[str, tuple[type[validation.Strict], dict[str, Any]]] = {
             ]
         },
     ),
-    "calls": (openai_schema.ChatBody, {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 60}] * 900}),
+    "calls": (openai_schema.ChatBody, {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 60}] * 450}),
 }
 
 

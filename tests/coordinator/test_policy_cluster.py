@@ -18,14 +18,14 @@ def test_hundreds_of_requests_stay_correct_with_many_worker_losses(seed: int) ->
     died while they ran it alone. No worker keeps anything."""
     cluster = make_cluster(seed, kill_every_s=0.3)
     cluster.chunk_faults.damaged, cluster.network.faults.broken = 0.002, 0.001
-    requests = make_requests(400, seed)
+    requests = make_requests(250, seed)
     send_all(cluster, requests, every_s=0.02)
     run(cluster, len(requests))  # its clients compare every token
     finished = [client for client in cluster.clients if outcome(client).ended != "error"]
     for client in cluster.clients:
         if client not in finished:
             assert outcome(client).code == WorkerLost.code and outcome(client).tokens != expected(client.request)[0]
-    assert len(finished) > 350
+    assert len(finished) > 220
     policy, network = cluster.coordinator.requests, cluster.network.counters
     seen = (cluster.kills, policy.rescheduled, policy.reassigned, network.broken)
     assert all(n > 5 for n in seen), seen

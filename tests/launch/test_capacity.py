@@ -284,7 +284,7 @@ def test_plan_writes_its_tables_json_and_page(calibration: str, tmp_path: Path) 
     page, data = tmp_path / "plan.html", tmp_path / "plan.json"
     files = ("--html", str(page), "--json", str(data))
     limits = ("--slo", "ttft=0.3,tpot=0.02", "--calibration", calibration, "--price", "gpu=3")
-    result = run(plan_command, *LOAD, "--duration-s", "7", *limits, *files)
+    result = run(plan_command, *LOAD, "--duration-s", "4", *limits, *files)
     assert result.exception is None and result.return_value == 0, result
     document = json.loads(data.read_text())
     workers = document["workers"]
