@@ -1,11 +1,14 @@
-"""`baton plan`: the cheapest cluster for a load, and what surrounds it: other rates, a lost worker, its own error."""
+"""`baton plan`: the cheapest cluster for a load, and what surrounds it: other rates, a lost worker, its own error.
+
+Another rate is the same requests in more or less time: what the present users would do, as many at once.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.core.errors import StartupError
 from coordinator.policy.pick import PREFIX_SLACK
@@ -14,6 +17,7 @@ from sim.scale.costs import Calibration
 from sim.scale.members import ClusterShape
 from sim.scale.planner import (
     Cheapest,
+    Evaluate,
     Evaluated,
     Infeasible,
     Pair,
@@ -25,21 +29,36 @@ from sim.scale.planner import (
     search_one_pool,
 )
 from sim.scale.replay import Replay
-from sim.scale.workload import fitting, scaled
+from sim.scale.workload import fitting, hastened
 from sim.stats import Slo
 from sim.trace import TraceRow
 
 FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
 HEADROOM = (2.0, 5.0)
-ONE_POOL = (
+_DECODE = (
     f"the longest cached prefix, unless more than {PREFIX_SLACK} more sequences run there than on the emptiest worker"
 )
-"""Without a prefill pool."""
-ROUTING = (
-    "prefill: the worker that has the fewest tokens to compute, its backlog and what it has cached of the prompt"
-    f" counted; decode: {ONE_POOL}"
-)
-"""The production dispatcher's policy (coordinator/policy/pick.py): it has no other."""
+_PREFILL = "the worker that has the fewest tokens to compute, its backlog and what it has cached of the prompt counted"
+ROUTING: Mapping[Split, str] = {
+    "always": f"prefill: {_PREFILL}; decode: {_DECODE}",
+    "auto": f"each prompt apart or on the decode worker, where it costs least; prefill: {_PREFILL}; decode: {_DECODE}",
+    "never": _DECODE,
+}
+"""What the production dispatcher does (coordinator/policy/pick.py, split.py), by `--split`."""
+STREAM_WEIGHT = 0.01
+"""With `--split auto`. At 1, its default, nearly all prompts are computed apart; docs/planning.md compares both."""
+FLAGS: Mapping[Split, str] = {
+    "always": "--split always",
+    "auto": f"--split auto --stream-weight {STREAM_WEIGHT:g}",
+    "never": "--split never",
+}
+
+
+class Routed(NamedTuple):
+    """The cheapest cluster with one way to decide where prompts are computed."""
+
+    split: Split
+    plan: Cheapest | Infeasible
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +72,17 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Everything about a plan. `other` is the best plan without a prefill pool, or with one if the cheapest has none;
-    `one_fewer` are the plan's load on clusters without one of its workers; `needed` are the
-    sizes that meet the limits at HEADROOM times the rate, None where none does. If it is `infeasible`, `result` has
-    room to spare and the others are empty."""
+    """Everything about a plan. `routed` are the best plans of each way to decide where prompts are computed, of which
+    the one with `split` is the cheapest; `one_fewer` are the plan's load on clusters without one of its workers;
+    `needed` are the sizes that meet the limits at HEADROOM times the rate, None where none does. If it is `infeasible`,
+    `result` has room to spare and the others are empty."""
 
     settings: Mapping[str, str]
     slo: Slo
     requests: int
     too_long: int
-    result: Cheapest | Infeasible
-    other: Cheapest | Infeasible
+    routed: tuple[Routed, ...]
+    split: Split
     curve: tuple[Point, ...] = ()
     one_fewer: tuple[Point, ...] = ()
     needed: Mapping[float, Size | None] = field(default_factory=dict)
@@ -71,12 +90,16 @@ class PlanReport:
     seconds: float = 0.0
 
     @property
+    def result(self) -> Cheapest | Infeasible:
+        return next(plan for split, plan in self.routed if split == self.split)
+
+    @property
     def infeasible(self) -> bool:
         return isinstance(self.result, Infeasible)
 
     @property
     def routing(self) -> str:
-        return ROUTING if self.result.size.prefill else ONE_POOL
+        return ROUTING[self.split]
 
     @property
     def warnings(self) -> list[str]:
@@ -116,16 +139,23 @@ class PlanReport:
                 "decode": result.pair.decode.tensor_parallel,
             },
             "price_per_hour": result.pair.price(result.size),
+            "split": self.split,
+            "stream_weight": STREAM_WEIGHT if self.split == "auto" else None,
             "routing": self.routing,
             "outcome": _evaluated(result.evaluated),
             "errors": {"prefill": dict(result.pair.prefill.errors), "decode": dict(result.pair.decode.errors)},
             "warnings": self.warnings,
             "replays": self.replays,
-            "other": {
-                "feasible": isinstance(self.other, Cheapest),
-                "workers": asdict(self.other.size),
-                "price_per_hour": self.other.pair.price(self.other.size),
-            },
+            "others": [
+                {
+                    "split": split,
+                    "feasible": isinstance(plan, Cheapest),
+                    "workers": asdict(plan.size),
+                    "price_per_hour": plan.pair.price(plan.size),
+                }
+                for split, plan in self.routed
+                if split != self.split
+            ],
         }
         if isinstance(result, Infeasible):
             nearest = result.evaluated.nearest
@@ -152,12 +182,11 @@ def make_plan(
     prices: Mapping[str, float],
     settings: Mapping[str, str],
     *,
-    seed: int = 1,
     headroom: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
-    """Searches all pairs of calibrations, and each of them without a prefill pool, and replays what surrounds the
-    cheapest plan.
+    """Searches all pairs of calibrations with prompts computed apart, and where each costs least, and each calibration
+    without a prefill pool; then replays what surrounds the cheapest plan.
 
     Raises:
         StartupError: no request fits into the context of a calibration, or two calibrations do not fit together.
@@ -176,38 +205,49 @@ def make_plan(
                 )
     loads = {1.0: kept}
 
-    def evaluate(pair: Pair, size: Size, factor: float = 1.0) -> Evaluated:
-        nonlocal replays
-        replays += 1
+    def replayed(split: Split, factor: float = 1.0) -> Evaluate:
         if factor not in loads:
-            loads[factor] = scaled(kept, factor, seed)
-        split: Split = "always" if size.prefill else "never"
-        shape = ClusterShape(pair.prefill, size.prefill, pair.decode, size.decode, split=split)
-        replay = Replay(shape, loads[factor])
-        evaluated = evaluate_times(replay.run(slo), replay.measured.times, slo)
-        line = f"{size}: {evaluated.outcome.met_share:.1%} met" + (f" at {factor:g}x" if factor != 1.0 else "")
-        progress(line)
-        return evaluated
+            loads[factor] = hastened(kept, factor)
+
+        def evaluate(pair: Pair, size: Size) -> Evaluated:
+            nonlocal replays
+            replays += 1
+            roles = (pair.prefill, size.prefill, pair.decode, size.decode)
+            shape = ClusterShape(*roles, split=split, stream_weight=STREAM_WEIGHT)
+            replay = Replay(shape, loads[factor])
+            evaluated = evaluate_times(replay.run(slo), replay.measured.times, slo)
+            rate = f" at {factor:g}x" if factor != 1.0 else ""
+            progress(f"{size} {FLAGS[split]}: {evaluated.outcome.met_share:.1%} met{rate}")
+            return evaluated
+
+        return evaluate
+
+    def search_all(split: Split, pairs: Sequence[Pair], factor: float = 1.0) -> Cheapest | Infeasible:
+        evaluate = replayed(split, factor)
+        if split == "never":
+            return cheapest([search_one_pool(p, slo, loads[factor], evaluate) for p in pairs if p.prefill is p.decode])
+        return cheapest([search(p, slo, loads[factor], evaluate, split=split == "auto") for p in pairs])
 
     pairs = [
         Pair(prefill, decode, prices.get(prefill.name, 1.0), prices.get(decode.name, 1.0))
         for prefill in calibrations
         for decode in calibrations
     ]
-    two_pools = cheapest([search(pair, slo, kept, evaluate) for pair in pairs])
-    one_pool = cheapest([search_one_pool(p, slo, kept, evaluate) for p in pairs if p.prefill is p.decode])
-    result = cheapest([two_pools, one_pool])
-    made = (settings, slo, len(rows), too_long, result, one_pool if result is two_pools else two_pools)
+    routed = tuple(Routed(split, search_all(split, pairs)) for split in ROUTING)
+    result = cheapest([plan for _, plan in routed])
+    split = next(split for split, plan in routed if plan is result)
+    made = (settings, slo, len(rows), too_long, routed, split)
     if isinstance(result, Infeasible):
         return PlanReport(*made, replays=replays, seconds=time.monotonic() - began)
-    pair, size = result.pair, result.size
-    curve = [Point(f, size, result.evaluated if f == 1.0 else evaluate(pair, size, f)) for f in FACTORS]
+    pair, size, evaluate = result.pair, result.size, replayed(split)
+    curve = [Point(f, size, result.evaluated if f == 1.0 else replayed(split, f)(pair, size)) for f in FACTORS]
     fewer = [Point(1.0, s, result.tried.get(s) or evaluate(pair, s)) for s in one_fewer(size)]
+    if split == "auto" and size.prefill == 1:  # decode workers compute all prompts then
+        without = Size(0, size.decode)
+        fewer.insert(0, Point(1.0, without, replayed("never")(pair, without)))
     needed: dict[float, Size | None] = {}
     for factor in HEADROOM if headroom else ():
-        evaluate(pair, size, factor)
-        look = search if size.prefill else search_one_pool
-        at = look(pair, slo, loads[factor], lambda p, s, f=factor: evaluate(p, s, f))  # type: ignore[misc]
+        at = search_all(split, [pair], factor)
         needed[factor] = at.size if isinstance(at, Cheapest) else None
     return PlanReport(
         *made,

@@ -7,7 +7,7 @@ from html import escape
 
 from rich.console import Console
 
-from launch.capacity.plan import PlanReport, Point, lost, why_missed
+from launch.capacity.plan import FLAGS, PlanReport, Point, lost, why_missed
 from launch.plots import page, plot
 from launch.plots import table as html_table
 from launch.tables import make_table, show
@@ -89,7 +89,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
     tables.append(("The planned workers at other rates", headings, curve))
     fewer = [[lost(p, size), *_point(p, error)] for p in report.one_fewer]
     for role, count in (("prefill", size.prefill), ("decode", size.decode)):
-        if count == 1:
+        if count == 1 and (role == "decode" or report.split == "always"):
             fewer.append([f"the only {role} worker lost", "0.0%", "0.00", "-", "-"])
     starts = max(pair.prefill.prefill_worker.start_s, pair.decode.decode_worker.start_s)
     back = f", back {starts:.0f} s after its restart" if starts else ""
@@ -98,10 +98,11 @@ def plan_tables(report: PlanReport) -> list[Table]:
 
 
 def _pools(report: PlanReport) -> Table:
-    """Returns the plans with and without a prefill pool."""
+    """Returns the plan of each way to decide where prompts are computed."""
     rows = []
-    for plan in sorted((report.result, report.other), key=lambda plan: not plan.size.prefill):
-        name = "with a prefill pool" if plan.size.prefill else "without: decode workers compute prompts"
+    for split, plan in report.routed:
+        name = {"always": "apart", "auto": "where each costs least", "never": "on decode workers"}[split]
+        name = f"{name} ({FLAGS[split]})"
         price = f"{plan.pair.price(plan.size):g}"
         if isinstance(plan, Cheapest):
             cells = [str(plan.size), price]
@@ -110,8 +111,8 @@ def _pools(report: PlanReport) -> Table:
         at = plan.evaluated
         rows.append([name, *cells, f"{at.outcome.met_share:.1%}", _seconds(at.ttft_s), _seconds(at.tpot_s)])
     share = f"{report.slo.share:.0%}"
-    headings = ("", "workers", "price/h", "met", f"TTFT of {share}", f"TPOT of {share}")
-    return ("The cheapest cluster with and without a prefill pool", headings, rows)
+    headings = ("prompts computed", "workers", "price/h", "met", f"TTFT of {share}", f"TPOT of {share}")
+    return ("The cheapest cluster by where prompts are computed", headings, rows)
 
 
 def _point(point: Point, error: Sequence[float | None]) -> list[str]:
@@ -129,7 +130,8 @@ def headline(report: PlanReport) -> str:
         return why_missed(report)
     result = report.result
     price = result.pair.price(result.size)
-    return f"{result.size} workers, {price:g} per hour, meet {report.slo} for {report.slo.share:.0%} of the requests"
+    workers = f"{result.size} workers" + (f" with {FLAGS['auto']}" if report.split == "auto" else "")
+    return f"{workers}, {price:g} per hour, meet {report.slo} for {report.slo.share:.0%} of the requests"
 
 
 def show_tables(console: Console, tables: Sequence[Table]) -> None:

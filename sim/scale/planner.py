@@ -140,8 +140,11 @@ def lower_bound(pair: Pair, rows: Sequence[TraceRow]) -> Size:
     return Size(max(1, math.ceil(prompts_s / duration_s)), max(1, math.ceil(tokens_s / duration_s)))
 
 
-def search(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -> Cheapest | Infeasible:
-    """Returns the cheapest size that meets the limits, or what a cluster with room to spare comes to."""
+def search(
+    pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate, *, split: bool = False
+) -> Cheapest | Infeasible:
+    """Returns the cheapest size that meets the limits, or what a cluster with room to spare comes to. `split`: decode
+    workers may compute prompts, too, so that fewer prefill workers than these need can be enough."""
     tried: dict[Size, Evaluated] = {}
 
     def at(size: Size) -> Evaluated:
@@ -152,7 +155,8 @@ def search(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -
     def meets(prefill: int, decode: int) -> bool:
         return at(Size(prefill, decode)).met(slo)
 
-    ample = least = lower_bound(pair, rows)
+    least = lower_bound(pair, rows)
+    ample = least = Size(1, least.decode) if split else least
     while not meets(ample.prefill, ample.decode):
         evaluated = at(ample)
         busy = max(evaluated.outcome.prefill_utilisation, evaluated.outcome.decode_utilisation)
@@ -222,10 +226,11 @@ def _least(low: int, high: int, meets: Callable[[int], bool]) -> int:
 
 
 def cheapest(results: Sequence[Cheapest | Infeasible]) -> Cheapest | Infeasible:
-    """Returns the cheapest plan; without one, the pair that comes nearest."""
+    """Returns the cheapest plan, of equal ones that within whose limits more requests are; without one, the pair that
+    comes nearest."""
     plans = [f for f in results if isinstance(f, Cheapest)]
     if plans:
-        return min(plans, key=lambda f: f.price)
+        return min(plans, key=lambda f: (f.price, -f.evaluated.outcome.met_share))
     return max(results, key=lambda f: f.evaluated.outcome.met_share)
 
 

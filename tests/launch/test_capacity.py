@@ -23,6 +23,7 @@ from launch.capacity import loads as measured
 from launch.capacity.calibrate import LoadLimits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
 from launch.capacity.loads import ClosedLoop, LoadClient, RoleCounters, Sample, cpu_seconds
+from launch.capacity.plan import FLAGS
 from sim import trace
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
@@ -297,7 +298,7 @@ def test_plan_writes_its_tables_json_and_page(calibration: str, tmp_path: Path) 
     assert page.read_text().count("<svg") >= 3 and "http" not in page.read_text().split("Settings")[0]
 
 
-def test_plan_compares_clusters_with_and_without_a_prefill_pool(calibration: str, tmp_path: Path) -> None:
+def test_plan_compares_where_prompts_are_computed(calibration: str, tmp_path: Path) -> None:
     plans = {}
     for rate, lengths, tpot in (("1", "100-200", "0.05"), ("6", "3000-8000", "0.012")):
         data = tmp_path / "plan.json"
@@ -305,13 +306,28 @@ def test_plan_compares_clusters_with_and_without_a_prefill_pool(calibration: str
         limits = ("--slo", f"ttft=2,tpot={tpot}", "--calibration", calibration)
         result = run(plan_command, *load, *limits, "--json", str(data))
         assert result.return_value == 0, result
-        assert "without: decode workers compute prompts" in " ".join(result.output.split())
+        shown = " ".join(result.output.split())
+        assert all(f"({flags})" in shown for flags in FLAGS.values())
         plans[rate] = json.loads(data.read_text())
     light, heavy = plans["1"], plans["6"]
-    assert light["workers"] == {"prefill": 0, "decode": 1} and light["other"]["workers"] == {"prefill": 1, "decode": 1}
+    assert light["workers"] == {"prefill": 0, "decode": 1} and light["split"] == "never"
+    one_of_each = {"feasible": True, "workers": {"prefill": 1, "decode": 1}, "price_per_hour": 2.0}
+    assert light["others"] == [{"split": split, **one_of_each} for split in ("always", "auto")]
     assert light["outcome"]["on_decode"] == light["outcome"]["requests"]
-    assert heavy["workers"]["prefill"] > 0 == heavy["other"]["workers"]["prefill"]
-    assert not heavy["other"]["feasible"] or heavy["other"]["price_per_hour"] >= heavy["price_per_hour"]
+    assert heavy["workers"]["prefill"] > 0 and heavy["split"] != "never"
+    for other in heavy["others"]:
+        assert not other["feasible"] or other["price_per_hour"] >= heavy["price_per_hour"]
+
+
+def test_prompts_that_go_where_they_cost_least_need_fewer_workers(calibration: str, tmp_path: Path) -> None:
+    data = tmp_path / "plan.json"
+    load = ("--rate", "12", "--duration-s", "15", "--input-len", "500-6000", "--output-len", "5-50", "--no-headroom")
+    result = run(plan_command, *load, "--slo", "ttft=1,tpot=0.05", "--calibration", calibration, "--json", str(data))
+    assert result.return_value == 0, result
+    plan = json.loads(data.read_text())
+    assert plan["split"] == "auto" and f"with {FLAGS['auto']}" in " ".join(result.output.split())
+    assert all(other["price_per_hour"] > plan["price_per_hour"] for other in plan["others"])
+    assert 0 < plan["outcome"]["on_decode"] < plan["outcome"]["requests"]
 
 
 def test_an_infeasible_limit_is_named_with_the_nearest_one(calibration: str) -> None:
