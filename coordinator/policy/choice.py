@@ -300,7 +300,7 @@ class Journal:
 class Choice:
     """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 if an event has not happened."""
 
-    request: GenerateRequest  # as it was last queued, with the output so far at that time, under any attempt
+    request: GenerateRequest  # as it was last queued, with the output so far at that time; not with its attempt
     age: int  # position of its request in the order of admission
     started_at: float
     deadline_at: float
@@ -479,7 +479,7 @@ class Choice:
         sampling = self.request.sampling
         if self.prompt_logprobs is not None:  # not requested again: the prompt may then come from a prefix cache
             sampling = replace(sampling, prompt_logprobs=None)
-        self.request = replace(self.request, output=tuple(self.journal.tokens), attempt=attempt, sampling=sampling)
+        self.request = replace(self.request, output=tuple(self.journal.tokens), sampling=sampling)
         if self.prefill is not None and self.request.output:
             self.generated_by = self.prefill.join.facts
         self.prefill = self.decode = self.decision = None

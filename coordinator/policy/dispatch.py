@@ -8,8 +8,8 @@ slightly more sequences than it runs at once. The decode worker must also be abl
 request alone, so every accepted request can finish. The order is that of policy.fair_queue: by priority, rescheduled
 choices before others, then the tenants in turns. The head of the queue waits for blocks and is not overtaken by a
 request that can use the same workers, so short requests cannot starve a long one; other tenants go past a prompt of
-more than two steps that waits for a prefill worker, within its fair turn (policy.overtaking). Only a request that no
-present worker can hold is skipped.
+more than two steps that waits for a prefill worker, within its fair turn (policy.overtaking). A request that no present
+worker can hold is skipped, and one that waits blocks none that other classes of workers may serve.
 
 A request goes to the workers of one class (`coordinator.policy.workers`): of those that may serve it, to the one whose
 smaller side has the most room, in requests of its size. A decode worker may compute a prompt itself (policy.split); it
@@ -423,8 +423,9 @@ class Dispatcher:
         self.hold(choice)
 
     def hold(self, choice: Choice) -> None:
-        """Counts at the workers of a choice what it occupies there, which follows from its stage and its tokens. Called
-        again after each change of these, and once it has more than `grows_at` tokens."""
+        """Counts at the workers of a choice what it occupies there, which follows from its stage, its tokens and the
+        expected length of its output. Called again after each change of its workers, or of its stage but to PREFILL,
+        which changes nothing here, and once it has more than `grows_at` tokens."""
         self._queue.charge(choice)
         growth = 0
         if (worker := choice.decode) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -167,7 +167,8 @@ class Replay:
         choice.prefix = self._prefix(choice.request)
         self.dispatcher.enqueue(choice)
         times.placed_at = times.started_at = times.prefilled_at = times.received_at = times.running_at = 0.0
-        again = _Job(choice, choice.request, times, job.client, last_token_at=job.last_token_at)
+        request = replace(choice.request, attempt=choice.attempt)
+        again = _Job(choice, request, times, job.client, last_token_at=job.last_token_at)
         self._jobs[choice.request.request_id] = again
         self.measured.rescheduled += 1
 

@@ -127,7 +127,7 @@ def test_rescheduled_request_continues_at_the_next_index() -> None:
     accept(choice, 0, 5, 6)
     accept(choice, 3, 8)
     choice.resume(4, 1.0)
-    assert (choice.request.output, choice.request.attempt, journal.next_index) == ((5, 6), 4, 2)
+    assert (choice.request.output, choice.attempt, journal.next_index) == ((5, 6), 4, 2)
     assert accept(choice, 3, 9) == "held"  # the old attempt's token at index 3 does not count
     assert accept(choice, 2, 7) == "appended"
     assert (journal.tokens, journal.finish) == ([5, 6, 7, 9], "length")
