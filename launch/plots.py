@@ -36,7 +36,7 @@ def plot(title: str, across: str, up: str, series: Sequence[Series]) -> str:
         across_px, up_px = x / right * (WIDTH - LEFT - 12), y / top * (HEIGHT - BOTTOM - 24)
         return round(LEFT + across_px, 1), round(HEIGHT - BOTTOM - up_px, 1)
 
-    drawn = []
+    drawn, names = [], []
     for share in (0, 0.25, 0.5, 0.75, 1):
         x, y = place(right * share, top * share)
         ground = HEIGHT - BOTTOM
@@ -51,8 +51,8 @@ def plot(title: str, across: str, up: str, series: Sequence[Series]) -> str:
         if len(places) <= 20:
             drawn += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"/>' for x, y in places]
         if len(series) > 1:
-            text = f'<text x="{LEFT + 8}" y="{38 + 13 * number}" style="fill:{color}">{escape(name)}</text>'
-            drawn.append(text)
+            names.append(f'<tspan style="fill:{color}">{escape(name)}</tspan>')
+    drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 4}">{" · ".join(names)}</text>')  # where no line is
     drawn.append(f'<text x="{WIDTH - 12}" y="{HEIGHT - 4}" text-anchor="end">{escape(across)}</text>')
     drawn.append(f'<text x="4" y="12">{escape(up)}</text>')
     picture = f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(drawn)}</svg>'

@@ -211,5 +211,5 @@ def _sizes(report: PlanReport) -> str:
         points = sorted(
             (getattr(s, role), e.outcome.met_share * 100) for s, e in tried.items() if getattr(s, other) == same
         )
-        series.append((f"{role} workers beside {same} {other}", points))
+        series.append((f"{role} beside {same} {other}", points))
     return plot("Share within the limits by number of workers", "workers", "%", [s for s in series if len(s[1]) > 1])
