@@ -15,7 +15,7 @@ from tests.support.fault_cluster import FaultCluster, fault_cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 WORKER, FOLLOWER = "prefill-1", "prefill-1.1"
-PROMPTS = [[n, *range(20, 180)] for n in range(6)]
+PROMPTS = [[n, *range(20, 180)] for n in range(4)]
 COUNT = 40
 
 

@@ -116,7 +116,7 @@ class Overload(RandomCosts):
         return self.curve.seconds(plan.num_tokens)
 
 
-def flooded(expectation: OutputExpectation | None, count: int = 200) -> Overload:
+def flooded(expectation: OutputExpectation | None, count: int = 120) -> Overload:
     """Runs requests for up to 2,000 tokens, whose answers have 200 on average, on a decode worker with room for
     about sixteen whole sequences of average length."""
     draw = random.Random(4)
