@@ -53,7 +53,7 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batch=st.lists(draws(), min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_process_matches_the_reference_bit_for_bit_and_leaves_its_input_unchanged(batch: list[Draw], seed: int) -> None:
     logits = random_logits(len(batch), seed)
@@ -65,7 +65,7 @@ def test_process_matches_the_reference_bit_for_bit_and_leaves_its_input_unchange
     assert torch.equal(logits, before)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batch=st.lists(draws(), min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_device_draft_tokens_count_like_known_ones(batch: list[Draw], seed: int) -> None:
     """With few different tokens, so that draft tokens repeat one another and the output."""

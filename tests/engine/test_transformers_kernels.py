@@ -38,14 +38,14 @@ MODULES = {
 """Linear layers, norms, modules of experts, gated MLPs, kinds of attention with rotary embedding, modules of
 attention at once, routers and whole mixtures in models of 4 layers."""
 ONCE = {"gemma2": torch.float32, "qwen3": torch.float32, "gpt2": torch.float32, "gpt_oss": torch.float32}
-ONCE |= {"llama": torch.bfloat16, "mixtral": torch.bfloat16}
-"""The dtype in which `make test` has a model; the others, with modules of nearly all kinds, in both."""
+ONCE |= {"llama": torch.bfloat16, "mixtral": torch.bfloat16, "deepseek_v3": torch.bfloat16}
+"""The dtype in which `make test` has a model."""
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        pytest.param(kind, dtype, marks=() if ONCE.get(kind, dtype) == dtype else pytest.mark.long)
+        pytest.param(kind, dtype, marks=() if ONCE[kind] == dtype else pytest.mark.long)
         for kind in MODULES
         for dtype in (torch.float32, torch.bfloat16)
     ],
