@@ -111,6 +111,20 @@ def expected_prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ..
     return tuple(scores)
 
 
+class _Slots(dict[int, list[int]]):
+    """The KV of every slot (block x position in it), one value per layer and head. Few slots of a pool are ever used,
+    and lists for all would be a tenth of a run."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self._count, self._width = count, width
+
+    def __missing__(self, index: int) -> list[int]:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        made = self[index] = [0] * self._width
+        return made
+
+
 class HashModel:
     """A model whose next token is a hash of its prefix, read through the paged KV. `request_of` returns the request of
     an id; `predecessors` has the hash before each hash that any model of the cluster computed, if layers have a window;
@@ -129,8 +143,7 @@ class HashModel:
         self.layout = layout
         self._heads = layout.layers[0].num_kv_heads
         self._width = self._heads * len(layout.layers)
-        # The KV of every slot (block x position in it), one value per layer and head.
-        self._slots: list[list[int]] = [[0] * self._width for _ in range(num_blocks * layout.block_size)]
+        self._slots = _Slots(num_blocks * layout.block_size, self._width)
         self._request_of, self._predecessors = request_of, predecessors
         self._window = layout.layers[0].window
         self._tensor_parallel = tensor_parallel
