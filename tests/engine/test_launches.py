@@ -94,8 +94,8 @@ def one_by_one(target: Runner) -> Callable[[str], Run]:
     return cache(lambda kind: decode_all(target, requests(kind, 10), batch=4))
 
 
-REPEATED = [("greedy", True), ("warm", False), ("by number", True), ("looking back", False)]
-"""Left to `make test-long`: the other way to launch has the same samplings, and both have all of them in one batch."""
+REPEATED = [("greedy", True), ("warm", False), ("by number", True), ("looking back", False), ("all", False)]
+"""Left to `make test-long`: the other way to launch has the same samplings."""
 
 
 @pytest.mark.parametrize(

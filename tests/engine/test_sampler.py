@@ -157,7 +157,7 @@ def test_tokens_are_drawn_from_the_exact_softmax(params: SamplingParams, noise: 
 
 
 def test_sample_draws_from_the_exact_softmax() -> None:
-    count = 1_000
+    count = 2_000
     for params in CASES[1::2]:
         logits, kept, probabilities = distribution(params)
         params = replace(params, min_tokens=params.min_tokens and 10_000)

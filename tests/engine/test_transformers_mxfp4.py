@@ -23,6 +23,7 @@ from tests.support.engine_driver import Job, all_logits, random_tokens, run, tin
 from tests.support.transformers_models import generated, make_mxfp4_checkpoint
 
 PROMPTS, NEW_TOKENS = (37, 11, 24), 12
+KERNELS = ["auto", pytest.param("torch", marks=pytest.mark.long)] if processor_levels() else ["torch"]
 EXPERTS = "model.layers.2.mlp.experts"
 Tensors = dict[str, Tensor]
 
@@ -32,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mxfp4_checkpoint(tmp_path_factory.mktemp("models") / "m")
 
 
-@pytest.mark.parametrize("kernels", ["torch", *(["auto"] if processor_levels() else [])])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_tokens_equal_those_that_transformers_generates(kernels: str, model: Path) -> None:
     prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
     runner = tiny_runner(model, block_size=4, kernels=kernels)
@@ -112,7 +113,7 @@ def not_a_number(tensors: Tensors) -> None:
     tensors[f"{EXPERTS}.down_proj_scales"][1, 2, 0] = 255
 
 
-@pytest.mark.parametrize("kernels", ["torch", *(["auto"] if processor_levels() else [])])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
