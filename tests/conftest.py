@@ -42,6 +42,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Enables garbage collection again: a command that replays loads leaves it off, as its process ends."""
+    gc.enable()
+
+
 def take_cores(worker: int, workers: int) -> None:
     """Gives each test process cores of its own: a cluster pins its workers to the first cores that it may use."""
     cores = sorted(os.sched_getaffinity(0))

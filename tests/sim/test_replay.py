@@ -85,7 +85,6 @@ def test_ends_without_planning_equal_planned_ones(cluster: ClusterShape, rows: l
 def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
     """A replay runs without it."""
     replay = Replay(shape(2, 3), even(200, 0.02, 500, 80))
-    gc.enable()  # a test of the same process may have left it off
     gc.collect()
     replay.run(SLO)
     assert gc.isenabled()
