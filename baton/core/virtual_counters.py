@@ -49,12 +49,15 @@ class VirtualCounters:
     def after_idle(self, tenant: str, waiting: Iterable[str]) -> float:
         """Returns the counter with which a tenant that has nothing in the queue would enter it; `waiting` are those
         in it."""
-        return max(self.of(tenant), self._floor_with(waiting) - IDLE_CREDIT)
+        return self._with_credit(tenant, self._floor_with(waiting))
 
     def enter(self, tenant: str, waiting: Iterable[str]) -> None:
         """Lifts the counter of a tenant that had nothing in the queue, less its credit."""
         self._since[tenant], self._floor = 0.0, self._floor_with(waiting)
-        self._served[tenant] = max(self.of(tenant), self._floor - IDLE_CREDIT)
+        self._served[tenant] = self._with_credit(tenant, self._floor)
+
+    def _with_credit(self, tenant: str, floor: float) -> float:
+        return max(self.of(tenant), floor - IDLE_CREDIT)
 
     def _floor_with(self, waiting: Iterable[str]) -> float:
         return max(self._floor, min(map(self.of, waiting), default=self.of(self._last)))

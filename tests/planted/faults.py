@@ -310,7 +310,7 @@ FAULTS = (
     # Placement.
     Fault(
         "baton/core/virtual_counters.py",
-        "return max(self.of(tenant), self._floor_with(waiting) - IDLE_CREDIT)",
+        "return max(self.of(tenant), floor - IDLE_CREDIT)",
         "return self.of(tenant)",
         T_FAIR_QUEUE,
     ),
