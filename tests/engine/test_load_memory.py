@@ -69,7 +69,7 @@ def test_a_model_of_transformers_is_there_once(stored: str, size: int, tied: boo
             shown, _ = rank.communicate(timeout=300)
             peak, part = json.loads(shown)
             assert part > (150 << 20 if tied else 200 << 20) // size
-            assert peak < 1.3 * part + PIECE + IN_FLOAT32, (peak / part, part)
+            assert peak < 1.15 * part + PIECE + IN_FLOAT32, (peak / part, part)
     finally:
         for rank in ranks:
             rank.kill()

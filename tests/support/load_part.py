@@ -8,7 +8,6 @@ The peak is what the load of LARGE adds, after that of TINY.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 import threading
@@ -20,11 +19,7 @@ import torch
 
 from baton.engine import transformers_model
 from baton.engine.parallel import TPGroup
-from tests.support.load_peak import in_status
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_RETURNED = 65536
-"""By default glibc raises these limits as it runs, and keeps memory that was freed: now 10 MiB more, now none."""
+from tests.support.load_peak import in_status, return_freed_memory
 
 
 class _Alone(TPGroup):
@@ -50,8 +45,7 @@ class _Watch(threading.Thread):
 
 def main() -> None:
     tiny, large = sys.argv[1:]
-    libc = ctypes.CDLL(None)
-    assert all(libc.mallopt(limit, _RETURNED) for limit in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
+    return_freed_memory()
     torch.set_num_threads(1)
     load(tiny)  # allocates what is allocated once
     watch, before = _Watch(), in_status("RssAnon")
