@@ -52,6 +52,7 @@ def routed(level: str, packed: PackedWeight, x: Tensor, choice: Routing) -> tupl
 def test_the_largest_logits_are_chosen_and_weighted_by_their_softmax(
     level: str, dtype: torch.dtype, over_all: bool, tokens: int, size: int, count: int, chosen: int
 ) -> None:
+    torch.manual_seed(0)  # of 400 seeds one has an exponent whose rounding to float32 alone takes 1.1e-6
     weight, bias = torch.randn(count, size).to(dtype), torch.randn(count).to(dtype)
     packed = PackedWeight(load(level), Arena(), weight, bias, 1)
     x = torch.randn(tokens, size).to(dtype)
@@ -59,8 +60,7 @@ def test_the_largest_logits_are_chosen_and_weighted_by_their_softmax(
     assert torch.equal(logits, packed(x, biased=True))
     expected, places = softmax(logits, chosen, over_all)
     assert torch.equal(index, places)
-    # the exponent is a difference of up to 20, rounded to float32
-    assert torch.allclose(weights.double(), expected, rtol=2e-6, atol=1e-9)
+    assert torch.allclose(weights.double(), expected, rtol=1e-6, atol=1e-9)
     rounded = routed(level, packed, x, Routing(chosen, over_all, True))[1]
     assert torch.equal(rounded, weights.to(dtype).float())
     alone = routed(level, packed, x[-1:], Routing(chosen, over_all, False))
@@ -89,12 +89,13 @@ def test_a_router_writes_nothing_else(dtype: torch.dtype) -> None:
     assert KERNELS is not None
     packed = PackedWeight(KERNELS, Arena(), torch.randn(40, 64).to(dtype), None, 1)
     x, choice = torch.randn(3, 64).to(dtype), Routing(2, False, False)
-    logits, weights, index = torch.full((4, 40), 7.0, dtype=dtype), torch.full((4, 2), 7.0), torch.full((4, 2), 7)
+    never = 2.0**100  # no logit of these weights
+    logits, weights, index = torch.full((4, 40), never, dtype=dtype), torch.full((4, 2), never), torch.full((4, 2), 7)
     KERNELS.route(
         dtype == torch.bfloat16, ctypes.byref(packed.struct), ctypes.byref(choice), x.data_ptr(), 64, 3,
         logits.data_ptr(), weights.data_ptr(), index.data_ptr(), 1,
     )  # fmt: skip
-    assert all((each[3] == 7).all() and (each[:3] != 7).all() for each in (logits, weights))
+    assert all((each[3] == never).all() and (each[:3] != never).all() for each in (logits, weights))
     assert (index[3] == 7).all()
 
 
