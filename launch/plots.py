@@ -52,7 +52,8 @@ def plot(title: str, across: str, up: str, series: Sequence[Series]) -> str:
             drawn += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"/>' for x, y in places]
         if len(series) > 1:
             names.append(f'<tspan style="fill:{color}">{escape(name)}</tspan>')
-    drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 4}">{" · ".join(names)}</text>')  # where no line is
+    if names:  # where no line is
+        drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 4}">{" · ".join(names)}</text>')
     drawn.append(f'<text x="{WIDTH - 12}" y="{HEIGHT - 4}" text-anchor="end">{escape(across)}</text>')
     drawn.append(f'<text x="4" y="12">{escape(up)}</text>')
     picture = f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(drawn)}</svg>'

@@ -29,7 +29,7 @@ from sim.scale.planner import (
     search_one_pool,
 )
 from sim.scale.replay import Replay
-from sim.scale.workload import fitting, hastened
+from sim.scale.workload import fitting, sped_up
 from sim.stats import Slo
 from sim.trace import TraceRow
 
@@ -45,11 +45,11 @@ ROUTING: Mapping[Split, str] = {
     "never": _DECODE,
 }
 """What the production dispatcher does (coordinator/policy/pick.py, split.py), by `--split`."""
-STREAM_WEIGHT = 0.01
+LOW_STREAM_WEIGHT = 0.01
 """With `--split auto`. At 1, its default, nearly all prompts are computed apart; docs/planning.md compares both."""
 FLAGS: Mapping[Split, str] = {
     "always": "--split always",
-    "auto": f"--split auto --stream-weight {STREAM_WEIGHT:g}",
+    "auto": f"--split auto --stream-weight {LOW_STREAM_WEIGHT:g}",
     "never": "--split never",
 }
 
@@ -140,7 +140,7 @@ class PlanReport:
             },
             "price_per_hour": result.pair.price(result.size),
             "split": self.split,
-            "stream_weight": STREAM_WEIGHT if self.split == "auto" else None,
+            "stream_weight": LOW_STREAM_WEIGHT if self.split == "auto" else None,
             "routing": self.routing,
             "outcome": _evaluated(result.evaluated),
             "errors": {"prefill": dict(result.pair.prefill.errors), "decode": dict(result.pair.decode.errors)},
@@ -207,13 +207,13 @@ def make_plan(
 
     def replayed(split: Split, factor: float = 1.0) -> Evaluate:
         if factor not in loads:
-            loads[factor] = hastened(kept, factor)
+            loads[factor] = sped_up(kept, factor)
 
         def evaluate(pair: Pair, size: Size) -> Evaluated:
             nonlocal replays
             replays += 1
             roles = (pair.prefill, size.prefill, pair.decode, size.decode)
-            shape = ClusterShape(*roles, split=split, stream_weight=STREAM_WEIGHT)
+            shape = ClusterShape(*roles, split=split, stream_weight=LOW_STREAM_WEIGHT)
             replay = Replay(shape, loads[factor])
             evaluated = evaluate_times(replay.run(slo), replay.measured.times, slo)
             rate = f" at {factor:g}x" if factor != 1.0 else ""
@@ -226,7 +226,7 @@ def make_plan(
         evaluate = replayed(split, factor)
         if split == "never":
             return cheapest([search_one_pool(p, slo, loads[factor], evaluate) for p in pairs if p.prefill is p.decode])
-        return cheapest([search(p, slo, loads[factor], evaluate, split=split == "auto") for p in pairs])
+        return cheapest([search(p, slo, loads[factor], evaluate, auto=split == "auto") for p in pairs])
 
     pairs = [
         Pair(prefill, decode, prices.get(prefill.name, 1.0), prices.get(decode.name, 1.0))

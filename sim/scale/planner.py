@@ -141,9 +141,9 @@ def lower_bound(pair: Pair, rows: Sequence[TraceRow]) -> Size:
 
 
 def search(
-    pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate, *, split: bool = False
+    pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate, *, auto: bool = False
 ) -> Cheapest | Infeasible:
-    """Returns the cheapest size that meets the limits, or what a cluster with room to spare comes to. `split`: decode
+    """Returns the cheapest size that meets the limits, or what a cluster with room to spare comes to. `auto`: decode
     workers may compute prompts, too, so that fewer prefill workers than these need can be enough."""
     tried: dict[Size, Evaluated] = {}
 
@@ -156,7 +156,7 @@ def search(
         return at(Size(prefill, decode)).met(slo)
 
     least = lower_bound(pair, rows)
-    ample = least = Size(1, least.decode) if split else least
+    ample = least = Size(1, least.decode) if auto else least
     while not meets(ample.prefill, ample.decode):
         evaluated = at(ample)
         busy = max(evaluated.outcome.prefill_utilisation, evaluated.outcome.decode_utilisation)

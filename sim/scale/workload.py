@@ -98,7 +98,7 @@ def scaled(rows: Sequence[TraceRow], factor: float, seed: int, jitter_s: float =
     return tuple(sorted(copies, key=lambda row: row.at_s))
 
 
-def hastened(rows: Sequence[TraceRow], factor: float) -> tuple[TraceRow, ...]:
+def sped_up(rows: Sequence[TraceRow], factor: float) -> tuple[TraceRow, ...]:
     """Returns the same requests in 1/`factor` of the time: with `factor` times the rate, and its bursts. Copies of the
     trace (`scaled`) have as many requests, but the bursts of one fall between those of another."""
     first = rows[0].at_s if rows else 0.0
