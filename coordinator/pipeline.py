@@ -165,7 +165,7 @@ class Pipeline:
 
         async def begin(index: int) -> AsyncGenerator[Delta, None]:
             choice = first.choice
-            while not choice.ended and not (choice.stage is Stage.DECODE and choice.journal.tokens):
+            while not choice.ended and not (choice.stage is Stage.DECODE and choice.tokens):
                 async with asyncio.timeout(max(0.0, choice.deadline_at - time.monotonic()) + 1.0):
                     await first.changed()
             if choice.error is not None:
@@ -344,7 +344,7 @@ def _outcome(choice: Choice, reason: str) -> str:
     if choice.error is not None:
         return choice.error.code
     if reason == "done":
-        return choice.journal.finish or "stop"
+        return choice.finish or "stop"
     return reason
 
 

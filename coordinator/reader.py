@@ -1,4 +1,4 @@
-"""The reader of one choice: turns new tokens of its journal into deltas of text, cut at a stop string.
+"""The reader of one choice: turns its new tokens into deltas of text, cut at a stop string.
 
 Most tokens go to a sink in the callback in which they arrive. The reader's task is woken for the rest: the first delta,
 the last one, an error, and tokens that the sink cannot accept.
@@ -81,15 +81,15 @@ class Reader:
         they come from prefill, possibly after tokens from decode."""
         if self.choice.pooled:
             return not self.done
-        if self.choice.journal.next_index == self._read:
+        if self.choice.next_index == self._read:
             return False
         return bool(self._read) or not self.choice.awaits_prompt_logprobs
 
     def _push(self, sink: Sink) -> bool:
         """Passes new tokens to the sink. Returns False if the reader's task has to handle them."""
-        choice, journal = self.choice, self.choice.journal
-        fresh = len(journal.tokens) - self._read
-        middle = self._read and journal.finish is None and choice.error is None and self._undelivered is None
+        choice = self.choice
+        fresh = len(choice.tokens) - self._read
+        middle = self._read and choice.finish is None and choice.error is None and self._undelivered is None
         if not middle or not 0 < fresh <= MAX_PUSHED_TOKENS or not sink.ready:
             return False
         try:
@@ -106,17 +106,17 @@ class Reader:
 
     def _take(self) -> Delta:
         """Returns the new tokens as a delta."""
-        choice, journal, text, read = self.choice, self.choice.journal, self._text, self._read
+        choice, text, read = self.choice, self._text, self._read
         if choice.pooled:
             self.done = True
             usage = Usage(len(choice.request.prompt), 0, _cached_tokens(choice))
             times = timeline(choice, time.monotonic())
             return Delta("", finish_reason="stop", usage=usage, timeline=times, pooled=choice.pooled)
-        fresh = tuple(journal.tokens[read:])
-        ends = journal.finish == "stop"
+        fresh = tuple(choice.tokens[read:])
+        ends = choice.finish == "stop"
         piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is not part of its text
         tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
-        logprobs = tuple(journal.logprobs[read : read + len(tokens)]) if journal.logprobs else ()
+        logprobs = tuple(choice.logprobs[read : read + len(tokens)]) if choice.logprobs else ()
         delta = Delta(piece.text, tokens, logprobs=logprobs, events=piece.events if text.parses else None)
         if not read:
             split = "" if choice.decision is None else choice.decision.reason
@@ -127,7 +127,7 @@ class Reader:
         if piece.stopped is not None:
             self.done = True
             return _last(choice, delta, self._read, text)
-        if journal.finish is not None and self._read == journal.next_index:
+        if choice.finish is not None and self._read == choice.next_index:
             self.done = True
             end = text.finish()
             events = piece.events + end.events if text.parses else None
@@ -138,9 +138,9 @@ class Reader:
 def _last(choice: Choice, delta: Delta, total: int, text: TextStream) -> Delta:
     """Returns the last delta of a choice of `total` tokens."""
     stopped = text.stopped
-    finish = choice.journal.finish if stopped is None else "stop"
+    finish = choice.finish if stopped is None else "stop"
     reason: str | int | None = stopped
-    last = choice.journal.tokens[-1]
+    last = choice.tokens[-1]
     if stopped is None and finish == "stop" and last in choice.request.sampling.stop_token_ids:
         reason = last
     cached, times = _cached_tokens(choice), timeline(choice, time.monotonic())

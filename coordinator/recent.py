@@ -94,7 +94,7 @@ def _record(r: Choice, outcome: str, now: float) -> Record:
         outcome=outcome,
         prompt_tokens=len(r.request.prompt),
         cached_tokens=min(r.cached_tokens, len(r.request.prompt)),
-        generated_tokens=r.journal.next_index,
+        generated_tokens=r.next_index,
         attempts=1 + len(r.earlier_stamps),
         timeline=timeline(r, now),
         error="" if r.error is None else r.error.message,

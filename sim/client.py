@@ -147,7 +147,7 @@ class Client:
         if first is None or self._over or None not in self.choices:
             return
         r, coordinator = first.request, self._coordinator
-        if r.error is not None or not (r.ended or (r.stage is Stage.DECODE and r.journal.tokens)):
+        if r.error is not None or not (r.ended or (r.stage is Stage.DECODE and r.tokens)):
             return
         for index, choice in enumerate(self.choices):
             if choice is None:
@@ -247,13 +247,12 @@ class _Choice:
         outcome, r, client = self._outcome, self.request, self._client
         if self._closed or outcome.ended:
             return
-        journal = r.journal
         if r.awaits_prompt_logprobs and not outcome.tokens:
             if r.error is not None:
                 self._end("error", r.error)
             return
         read = len(outcome.tokens)
-        fresh = journal.tokens[read:]
+        fresh = r.tokens[read:]
         if fresh and not read:
             outcome.first_token_at = client.loop.now
         outcome.tokens += fresh
@@ -264,8 +263,8 @@ class _Choice:
             client.left()
         elif behaviour.stop_after is not None and count >= behaviour.stop_after:
             self._end("stop string")
-        elif journal.finish is not None:
-            self._end(journal.finish)
+        elif r.finish is not None:
+            self._end(r.finish)
         elif r.error is not None:
             self._end("error", r.error)
 
@@ -281,18 +280,18 @@ class _Choice:
         """Raises InvariantError unless the client has received a prefix of the expected output, and all of it at the
         end, with the log-probabilities that belong to it."""
         tokens, scores = self._expected
-        outcome, journal, sampling = self._outcome, self.request.journal, self._client.request.sampling
+        outcome, choice, sampling = self._outcome, self.request, self._client.request.sampling
         got = outcome.tokens
         if got != tokens[: len(got)]:
             raise InvariantError(f"{self.request.sequence} received {got}, not {tokens}")
         request = self._client.request
-        if request.pooling and journal.finish is not None and self.request.pooled != expected_vector(request):
+        if request.pooling and choice.finish is not None and self.request.pooled != expected_vector(request):
             raise InvariantError(f"{self.request.sequence} received another vector")
-        if journal.finish is not None and len(journal.tokens) != len(tokens):
-            raise InvariantError(f"{self.request.sequence} finished with {journal.tokens}, not {tokens}")
-        if sampling.logprobs is not None and journal.logprobs != scores[: len(journal.logprobs)]:
+        if choice.finish is not None and len(choice.tokens) != len(tokens):
+            raise InvariantError(f"{self.request.sequence} finished with {choice.tokens}, not {tokens}")
+        if sampling.logprobs is not None and choice.logprobs != scores[: len(choice.logprobs)]:
             raise InvariantError(f"{self.request.sequence} has log-probabilities of other tokens")
-        if sampling.logprobs is not None and len(journal.logprobs) != len(journal.tokens):
+        if sampling.logprobs is not None and len(choice.logprobs) != len(choice.tokens):
             raise InvariantError(f"{self.request.sequence} lacks log-probabilities")
         if self.request.prompt_logprobs is not None and not self._index:
             expected = expected_prompt_logprobs(self._client.request)

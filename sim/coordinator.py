@@ -147,7 +147,7 @@ class Coordinator(Process):
                 stale = self._stale(message)
                 actions = self.requests.on_events(worker, message, self.now)
                 for choice, before in stale:
-                    if before != (choice.attempt, choice.stage, choice.journal.next_index):
+                    if before != (choice.attempt, choice.stage, choice.next_index):
                         raise InvariantError(f"an event of an earlier attempt changed {choice!r}")
                 self.execute(actions)
             case Heartbeat(number):
@@ -182,7 +182,7 @@ class Coordinator(Process):
             return []
         stale = (self.requests.get(name) for name, is_current in current.items() if not is_current)
         choices = [choice for choice in stale if choice is not None]
-        return [(choice, (choice.attempt, choice.stage, choice.journal.next_index)) for choice in choices]
+        return [(choice, (choice.attempt, choice.stage, choice.next_index)) for choice in choices]
 
     def _session_ended(self, worker: str, incarnation: int, end: End) -> None:
         if self._outgoing.get(worker) is end:

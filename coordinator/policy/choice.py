@@ -10,14 +10,14 @@ the actions that follow. Pure.
 
 The table of `policy.requests` lists which event leads from which stage to which.
 
-Its journal has the tokens that count, each once, in order, whichever worker sent them. A repeated token must be equal
-and is ignored; tokens after a gap are held until it is filled (token 1 comes from prefill and token 2 from decode, on
-different streams). Text, usage and end derive from these tokens.
+Its journal, `Choice.tokens`, has the tokens that count, each once, in order, whichever worker sent them. A repeated
+token must be equal and is ignored; tokens after a gap are kept until it is filled (token 1 comes from prefill and token
+2 from decode, on different streams). Text, usage and end derive from these tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -229,71 +229,8 @@ class Held(NamedTuple):
 NOTHING = Held()
 
 
-MAX_HELD_TOKENS = 4096
-
-
-Verdict = Literal["appended", "repeat", "held"]
-
-
-class Journal:
-    def __init__(self, output: Iterable[int] = ()) -> None:
-        self.tokens: list[int] = list(output)
-        self.logprobs: list[TokenLogprob] = []  # if requested; of the last tokens: those of `output` are unknown
-        self.finish: FinishReason | None = None
-        self._held: dict[int, tuple[int, TokenLogprob | None]] = {}  # by output index
-
-    @property
-    def next_index(self) -> int:
-        return len(self.tokens)
-
-    def drop_held(self) -> None:
-        """Drops tokens after a gap: another attempt generates them again."""
-        self._held.clear()
-
-    def add(
-        self,
-        request: GenerateRequest,
-        first_index: int,
-        tokens: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> Verdict:
-        """Adds tokens of a request, with as many log-probabilities or none. Tokens after the end are dropped.
-
-        Raises:
-            ProtocolError: a repeat that differs, an index below 0, or a gap too large to hold.
-        """
-        start = len(self.tokens)
-        if first_index == start and not self._held and self.finish is None:  # nearly always
-            for token in tokens:
-                self.tokens.append(token)
-                self.finish = finish_reason(request, len(self.tokens), token)
-                if self.finish is not None:
-                    break
-            count = len(self.tokens) - start
-            self.logprobs.extend(logprobs[:count])
-            return "appended" if count else "repeat"
-        if first_index < 0:
-            raise ProtocolError(f"{request.request_id}: invalid output index {first_index}")
-        for offset, token in enumerate(tokens):
-            index = first_index + offset
-            known = self.tokens[index] if index < start else self._held.get(index, (None,))[0]
-            if known is not None and known != token:
-                raise ProtocolError(f"{request.request_id}: output {index} was {known} and is {token}")
-            if index >= start:
-                self._held[index] = token, logprobs[offset] if logprobs else None
-        if len(self._held) > MAX_HELD_TOKENS:
-            raise ProtocolError(f"{request.request_id}: {len(self._held)} tokens await index {self.next_index}")
-        while self.finish is None and len(self.tokens) in self._held:
-            token, logprob = self._held.pop(len(self.tokens))
-            self.tokens.append(token)
-            if logprob is not None:
-                self.logprobs.append(logprob)
-            self.finish = finish_reason(request, len(self.tokens), token)
-        if self.finish is not None:
-            self._held.clear()
-        if len(self.tokens) == start:
-            return "held" if self._held else "repeat"
-        return "appended"
+MAX_AHEAD_TOKENS = 4096
+Verdict = Literal["appended", "repeat", "ahead"]
 
 
 @dataclass(slots=True, eq=False)
@@ -307,7 +244,10 @@ class Choice:
     client: Client = ANONYMOUS
     attempt: int = 1  # the one that counts
     stage: Stage = Stage.QUEUED
-    journal: Journal = field(init=False)
+    tokens: list[int] = field(init=False)  # the journal
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # if requested; those of earlier output are unknown
+    finish: FinishReason | None = None
+    ahead: dict[int, tuple[int, TokenLogprob | None]] = field(default_factory=dict)  # after a gap, by output index
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # once received
     pooled: bytes = b""  # the vector of a request with `pooling`, once received
     error: BatonError | None = None
@@ -362,12 +302,12 @@ class Choice:
     def __post_init__(self) -> None:
         self.name = self.request.choice_id
         self.notification = Notify(self.name)
-        self.journal = Journal(self.request.output)
+        self.tokens = list(self.request.output)
         self.queued_at = self.started_at
         self.history.append(Entered(self.stage, self.started_at))
 
     def __repr__(self) -> str:
-        return f"<Choice {self.sequence} {self.stage.value}, {self.journal.next_index} tokens>"
+        return f"<Choice {self.sequence} {self.stage.value}, {self.next_index} tokens>"
 
     @property
     def state(self) -> Stage:
@@ -399,9 +339,14 @@ class Choice:
         return self.request.max_tokens - len(self.request.output) > 1
 
     @property
+    def next_index(self) -> int:
+        """Of the next token of the output."""
+        return len(self.tokens)
+
+    @property
     def produced(self) -> int:
         """Number of tokens generated since it was last queued."""
-        return len(self.journal.tokens) - len(self.request.output)
+        return len(self.tokens) - len(self.request.output)
 
     @property
     def prefill_worker(self) -> str:
@@ -428,8 +373,8 @@ class Choice:
         """Records what a worker sent about tokens of the current attempt.
 
         Raises:
-            ProtocolError: see `Journal.add`; or tokens without the log-probabilities asked for, or for a request with
-                `pooling`, or a vector for another one.
+            ProtocolError: a repeat that differs, an index below 0, or too many tokens after a gap; tokens without the
+                log-probabilities asked for, or for a request with `pooling`, or a vector for another one.
         """
         request = self.request
         sampling, logprobs, scores = request.sampling, event.logprobs, event.prompt_logprobs
@@ -449,16 +394,51 @@ class Choice:
             self.speculation = event.speculation if before is None else before + event.speculation
         if event.pooled:
             verdict: Verdict = "repeat" if self.pooled else "appended"
-            self.pooled, self.journal.finish = event.pooled, "stop"
+            self.pooled, self.finish = event.pooled, "stop"
             return verdict
-        return self.journal.add(request, event.first_index, event.tokens, logprobs)
+        return self._append(event.first_index, event.tokens, logprobs)
+
+    def _append(self, first_index: int, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> Verdict:
+        """Adds tokens with as many log-probabilities or none. Those after the end are dropped."""
+        start, request = len(self.tokens), self.request
+        if first_index == start and not self.ahead and self.finish is None:  # nearly always
+            for token in tokens:
+                self.tokens.append(token)
+                self.finish = finish_reason(request, len(self.tokens), token)
+                if self.finish is not None:
+                    break
+            count = len(self.tokens) - start
+            self.logprobs.extend(logprobs[:count])
+            return "appended" if count else "repeat"
+        if first_index < 0:
+            raise ProtocolError(f"{request.request_id}: invalid output index {first_index}")
+        for offset, token in enumerate(tokens):
+            index = first_index + offset
+            known = self.tokens[index] if index < start else self.ahead.get(index, (None,))[0]
+            if known is not None and known != token:
+                raise ProtocolError(f"{request.request_id}: output {index} was {known} and is {token}")
+            if index >= start:
+                self.ahead[index] = token, logprobs[offset] if logprobs else None
+        if len(self.ahead) > MAX_AHEAD_TOKENS:
+            raise ProtocolError(f"{request.request_id}: {len(self.ahead)} tokens await index {self.next_index}")
+        while self.finish is None and len(self.tokens) in self.ahead:
+            token, logprob = self.ahead.pop(len(self.tokens))
+            self.tokens.append(token)
+            if logprob is not None:
+                self.logprobs.append(logprob)
+            self.finish = finish_reason(request, len(self.tokens), token)
+        if self.finish is not None:
+            self.ahead.clear()
+        if len(self.tokens) == start:
+            return "ahead" if self.ahead else "repeat"
+        return "appended"
 
     def add_stamps(self, stamps: StageStamps) -> None:
         """Merges a worker's stamps: a worker measures only its own stages, so the larger value is the measured one."""
         self.stamps = self.stamps.largest(stamps)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Makes `attempt` the only one that counts; drops the held tokens of earlier ones.
+        """Makes `attempt` the only one that counts; drops tokens after a gap, which it generates again.
 
         Raises:
             InvariantError: `attempt` is not higher than the current one.
@@ -466,7 +446,7 @@ class Choice:
         if attempt <= self.attempt:
             raise InvariantError(f"attempt {attempt} is not higher than {self.attempt}")
         self.attempt = attempt
-        self.journal.drop_held()
+        self.ahead.clear()
         self.kv_parked = False
 
     def resume(self, attempt: int, now: float) -> None:
@@ -479,7 +459,7 @@ class Choice:
         sampling = self.request.sampling
         if self.prompt_logprobs is not None:  # not requested again: the prompt may then come from a prefix cache
             sampling = replace(sampling, prompt_logprobs=None)
-        self.request = replace(self.request, output=tuple(self.journal.tokens), sampling=sampling)
+        self.request = replace(self.request, output=tuple(self.tokens), sampling=sampling)
         if self.prefill is not None and self.request.output:
             self.generated_by = self.prefill.join.facts
         self.prefill = self.decode = self.decision = None

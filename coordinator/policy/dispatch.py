@@ -432,7 +432,7 @@ class Dispatcher:
             choice.grows_at = NEVER
         else:
             request, size = choice.request, worker.block_size
-            prompt, output = len(request.prompt), len(choice.journal.tokens)
+            prompt, output = len(request.prompt), len(choice.tokens)
             choice.grows_at = -(-(prompt + output) // size) * size - prompt
             before, longest = len(request.output), prompt + request.max_tokens - 1
             growth = self.expectation.growth(prompt + before, longest, output - before, worker)

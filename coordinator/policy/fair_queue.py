@@ -147,7 +147,7 @@ class FairQueue:
 
     def charge(self, choice: Choice, prompt_tokens: int = 0) -> None:
         """Charges a choice's tenant for prompt tokens, unless it ran before, and for output since the last call."""
-        produced = len(choice.journal.tokens)
+        produced = len(choice.tokens)
         output, choice.output_charged = produced - choice.output_charged, produced
         if choice.prompt_charged:
             prompt_tokens = 0

@@ -85,7 +85,7 @@ class Losses:
             message = f"{len(choice.deaths)} workers were lost while they ran the request: {deaths}"
             return WorkerLost(message, retry_after_s=1)
         if not planned:
-            tokens = len(choice.journal.tokens)
+            tokens = len(choice.tokens)
             if tokens <= choice.tokens_at_failure + 1 and not self.budget.permits():  # the first one is of the prefill
                 message = f"{why}; it failed before without a new token, and so do too many requests to try it again"
                 return Unavailable(message, code="retry_budget_exhausted", retry_after_s=retry_after_s)

@@ -232,7 +232,7 @@ class Requests:
     def tracked(self, worker: str) -> tuple[TrackedSequence, ...]:
         """Returns the sequences that this coordinator expects at a worker, with the next output index of each."""
         here = (choice for choice in self if choice.stage in AT_WORKERS and worker in choice.workers())
-        return tuple(TrackedSequence(c.sequence, c.journal.next_index, c.runs_at(worker)) for c in here)
+        return tuple(TrackedSequence(c.sequence, c.next_index, c.runs_at(worker)) for c in here)
 
     # Time.
 
@@ -310,7 +310,7 @@ class Requests:
         if choice is None or choice.attempt != event.sequence.attempt:
             actions += self._stale(worker, event.sequence)
             return
-        stage, journal = choice.stage, choice.journal
+        stage = choice.stage
         if stage is not QUEUED and stage is not ENDED:
             try:
                 appended = choice.accept(event) == "appended"
@@ -321,9 +321,9 @@ class Requests:
                 choice.first_token_at = choice.first_token_at or now
             if appended or event.prompt_logprobs:
                 actions.append(choice.notification)
-            if len(journal.tokens) > choice.grows_at:
+            if len(choice.tokens) > choice.grows_at:
                 self.dispatcher.hold(choice)
-            if stage is DECODE and choice.decode is sender and journal.finish is None:
+            if stage is DECODE and choice.decode is sender and choice.finish is None:
                 return
         tokens = PrefillTokens if worker == choice.prefill_worker else DecodeTokens
         actions += handle(self.table, choice, tokens(worker, event), now)
@@ -350,13 +350,13 @@ class Requests:
             self._enter(choice, DECODE, now)
             return self._end_if_complete(choice, event, now)
         self._enter(choice, PARKED if choice.kv_parked else HANDOVER, now)
-        if choice.journal.finish is None and choice.kv_parked:
+        if choice.finish is None and choice.kv_parked:
             return self._offer(choice, event, now)
         return self._end_if_complete(choice, event, now)
 
     def _on_decode_tokens(self, choice: Choice, event: DecodeTokens, now: float) -> list[Action]:
         self._start_decode(choice, event.worker, now)
-        if choice.kv_parked and choice.journal.finish is None:
+        if choice.kv_parked and choice.finish is None:
             return self._reschedule(choice, _LOST_ACK, now)
         return self._end_if_complete(choice, event, now)
 
@@ -397,7 +397,7 @@ class Requests:
         worker, ended = event
         choice.add_stamps(ended.stamps)
         if ended.reason != "error":
-            if choice.journal.finish is not None:
+            if choice.finish is not None:
                 return []
             choice.deaths.append(f"{worker} (ended the request: {ended.reason})")
             return self._reschedule(choice, f"{worker} ended the sequence early: {ended.reason}", now)
@@ -420,7 +420,7 @@ class Requests:
         return self._after_loss(choice, event, now, ran=choice.stage is PREFILL)
 
     def _on_lost_decode(self, choice: Choice, event: LostWorker, now: float) -> list[Action]:
-        if event.worker == choice.decode_worker and choice.journal.finish is None:
+        if event.worker == choice.decode_worker and choice.finish is None:
             return self._after_loss(choice, event, now, ran=True)
         if event.worker == choice.prefill_worker and choice.awaits_prompt_logprobs:
             return self._after_loss(choice, event, now, ran=False)
@@ -520,7 +520,7 @@ class Requests:
         error = self.losses.error(choice, why, self.dispatcher.retry_after_s(), planned=planned)
         if error is not None:
             return self._fail(choice, error, now)
-        rescheduled = Rescheduled(choice.sequence, choice.journal.next_index, why)
+        rescheduled = Rescheduled(choice.sequence, choice.next_index, why)
         actions = [rescheduled, *self._withdraw(choice, why, now)]
         self.dispatcher.release(choice)
         choice.resume(self._next_attempt(choice), now)
@@ -533,7 +533,7 @@ class Requests:
     def _end_if_complete(self, choice: Choice, event: PrefillTokens | DecodeTokens, now: float) -> list[Action]:
         """Ends a choice with all its tokens. Prefill sends the log-probabilities of the prompt, maybe after decode's
         last token; parked KV has to be aborted."""
-        if choice.journal.finish is None or choice.awaits_prompt_logprobs:
+        if choice.finish is None or choice.awaits_prompt_logprobs:
             return []
         return self._end(choice, "its answer is complete" if choice.kv_parked else "", now)
 
@@ -546,7 +546,7 @@ class Requests:
         """Notifies both pools and frees what the choice held, without waiting for a slow client. An empty `reason`
         means that the workers already know that it has ended."""
         actions = self._withdraw(choice, reason, now)
-        if choice.journal.finish is not None or reason in ANSWERED:
+        if choice.finish is not None or reason in ANSWERED:
             self.losses.budget.completed()
         self.dispatcher.finish(choice)
         self._enter(choice, ENDED, now)

@@ -400,7 +400,7 @@ class Replay:
                 gaps.add(first_at - job.last_token_at)
                 new += 1
             job.last_token_at = now
-            self._produced(job, len(job.choice.journal.tokens) + steps)
+            self._produced(job, len(job.choice.tokens) + steps)
         if new and steps > 1:
             gaps.add((now - first_at) / (steps - 1), new * (steps - 1))
         if rows > new:
@@ -444,7 +444,7 @@ class Replay:
             known.load = _load(free, preempted, cost)
 
     def _produced(self, job: _Job, tokens: int) -> None:
-        known = job.choice.journal.tokens
+        known = job.choice.tokens
         known += [TOKEN] * (tokens - len(known))
         if job.choice.grows_at < len(known) < job.request.max_tokens:  # else it ends now
             self.dispatcher.hold(job.choice)
@@ -458,7 +458,7 @@ class Replay:
     # Tokens on their way to the client.
 
     def _first_token(self, job: _Job) -> None:
-        front, produced = self.shape.prefill.front, job.choice.journal.next_index
+        front, produced = self.shape.prefill.front, job.choice.next_index
         if not self._threads:  # the time back is part of `request_s`
             self.measured.front_busy_s += front.deliver_cpu_s(1, 1)
             self._arrived(job, produced)
@@ -468,7 +468,7 @@ class Replay:
     def _later_tokens(self, jobs: Sequence[_Job]) -> None:
         """Tokens of one step; a gap counts at the client."""
         front = self.shape.decode.front
-        produced = [(job, job.choice.journal.next_index) for job in jobs]
+        produced = [(job, job.choice.next_index) for job in jobs]
         if not self._threads:
             self.measured.front_busy_s += front.deliver_cpu_s(1, len(jobs))
             for job, count in produced:

@@ -233,7 +233,7 @@ async def test_missing_prompt_logprobs_are_awaited_until_the_deadline(first: str
         p.report(s, 0, 5)
         d.report(s, 0, 5, 6, ended="length")
         if first == "the policy's tick":
-            await until(lambda: b.in_flight(s).journal.finish)
+            await until(lambda: b.in_flight(s).finish)
             assert not delta.done()
             b.cluster._execute(b.requests.tick(time.monotonic() + deadline_s))
         async with asyncio.timeout(30):
@@ -360,7 +360,7 @@ async def test_other_choices_are_woken_when_the_first_one_ends_before_it_decodes
         b.cluster.listen(first, reader.notify)
         p, _ = b.workers
         p.report((await p.received(Prefill)).request.sequence_id, 0, 5)
-        await until(lambda: first.journal.tokens)
+        await until(lambda: first.tokens)
         other = asyncio.create_task(reader.changed())
         await asyncio.sleep(0)
         b.cluster.end(first, "stop string")

@@ -42,7 +42,7 @@ def message(worker: str, **fields: Callable[[SequenceId, int], object]) -> Deliv
     """A message of a worker; each field is made of the sequence and its next output index."""
 
     def deliver(d: Drive, choice: Choice) -> None:
-        sequence, index = choice.sequence, choice.journal.next_index
+        sequence, index = choice.sequence, choice.next_index
         made = {name: (make(sequence, index),) for name, make in fields.items()}
         d.events(worker, StepEvents(**made))  # type: ignore[arg-type]
 

@@ -58,11 +58,11 @@ class Machine:
             self.serve(choice, INPUT_WEIGHT * len(choice.request.prompt))
             self.running.append(choice)
         for choice in self.running:
-            choice.journal.tokens.append(1)
+            choice.tokens.append(1)
             self.queue.charge(choice)
             self.serve(choice, OUTPUT_WEIGHT)
-            self.used -= size(choice) if len(choice.journal.tokens) == choice.request.max_tokens else 0
-        self.running = [c for c in self.running if len(c.journal.tokens) < c.request.max_tokens]
+            self.used -= size(choice) if len(choice.tokens) == choice.request.max_tokens else 0
+        self.running = [c for c in self.running if len(c.tokens) < c.request.max_tokens]
 
     def serve(self, choice: Choice, cost: float) -> None:
         self.served[choice.client.key] += cost / choice.client.weight
@@ -212,7 +212,7 @@ def test_output_counts_and_a_weight_divides_the_service() -> None:
     queue.add(talker)
     queue.add(of("b", 0, weight=2))
     assert order(queue, 2) == ["a0", "b0"]
-    talker.journal.tokens += [1] * 5
+    talker.tokens += [1] * 5
     queue.charge(talker)
     queue.charge(talker)  # the same tokens are charged once
     for number in range(1, 9):

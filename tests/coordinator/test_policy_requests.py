@@ -144,7 +144,7 @@ def test_request_passes_through_its_stages_until_all_workers_release_it() -> Non
     assert r.stage is Stage.DECODE
     d.new.clear()
     d.tokens("d0", s, 2, 7, 8)
-    assert (r.journal.tokens, r.journal.finish, r.stage) == ([5, 6, 7, 8], "length", Stage.ENDED)
+    assert (r.tokens, r.finish, r.stage) == ([5, 6, 7, 8], "length", Stage.ENDED)
     d.tick()
     assert {worker for worker, _ in d.sent(ReleaseRecords)} == {"p0", "d0", "d1"}
     d.requests.forget(r)
@@ -176,13 +176,13 @@ def test_request_is_rescheduled_after_a_worker_loss_and_fails_at_the_limit(stage
     assert d.requests.rescheduled == 1 and r.deaths == [f"{dies} (silent, stage {stage.value})"]
     assert d.requests.dispatcher.expectation.mean_tokens == START_TOKENS  # no output has ended
     (start,) = d.take(StartPrefill)
-    assert start.request.output == tuple(r.journal.tokens) and start.request.attempt > s.attempt
+    assert start.request.output == tuple(r.tokens) and start.request.attempt > s.attempt
     other = dies[0] + "1"
     again = r.sequence
     if stage is Stage.DECODE:
         assert start.targets == ("d1",)
         d.tokens("d0", s, 3, 99)  # the old attempt is stale
-        assert d.requests.stale_events == 1 and r.journal.tokens == [5, 6, 7]
+        assert d.requests.stale_events == 1 and r.tokens == [5, 6, 7]
         d.tokens("p0", again, 3, 8)
         d.handed_over("p0", again, "d1")
     else:
@@ -208,7 +208,7 @@ def test_request_that_was_running_at_two_losses_runs_alone_and_only_its_own_step
         starts = {start.request.request_id: start for start in d.take(StartPrefill)}
         for each in (r, other):
             if not each.ended:
-                d.tokens("p0", each.sequence, len(each.journal.tokens), 6)
+                d.tokens("p0", each.sequence, len(each.tokens), 6)
                 d.handed_over("p0", each.sequence, "d0")
         return starts["r"]
 
@@ -267,7 +267,7 @@ def test_kv_is_offered_to_another_decode_worker_before_a_second_prefill() -> Non
     assert (assign.prefill, assign.sequence, assign.targets, r.deaths) == ("p0", s, ("d1",), [])
     d.handed_over("p0", r.sequence, "d1")
     d.tokens("d1", r.sequence, 0, 5, 6, 7, 8)
-    assert r.journal.finish == "length" and d.requests.rescheduled == 0
+    assert r.finish == "length" and d.requests.rescheduled == 0
 
 
 def test_loss_of_a_decode_worker_that_has_all_kv_counts_as_a_death() -> None:
@@ -287,7 +287,7 @@ def test_new_incarnation_of_a_decode_worker_does_not_have_the_kv() -> None:
     (start,) = d.take(StartPrefill)
     assert start.targets == ("d0",) and r.targets[0].incarnation == 2
     d.tokens("d0", s, 1, 99)
-    assert r.journal.tokens == [5]
+    assert r.tokens == [5]
 
 
 def test_loss_of_a_prefill_worker_is_harmless_once_decode_has_all_kv() -> None:
@@ -296,7 +296,7 @@ def test_loss_of_a_prefill_worker_is_harmless_once_decode_has_all_kv() -> None:
     d.tokens("d0", s, 0, 5, 6)  # proves that it has all KV, though the hand-over was not reported
     d.lose("p0")
     d.tokens("d0", s, 2, 7, 8)
-    assert r.journal.tokens == [5, 6, 7, 8]
+    assert r.tokens == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("stage", [Stage.HANDOVER, Stage.PARKED])
@@ -333,7 +333,7 @@ def test_prompt_logprobs_may_arrive_after_the_last_token(dies: str) -> None:
     r, s = d.at(Stage.PREFILL, max_tokens=2, sampling=SamplingParams(prompt_logprobs=0))
     d.tokens("d0", s, 0, 5, 6)
     d.ended("d0", s, reason="length")
-    assert r.journal.finish == "length" and not r.ended
+    assert r.finish == "length" and not r.ended
     if dies:
         d.lose(dies)
     d.tokens("p0", s, 0, 5, prompt_logprobs=(TokenLogprob(2, -1.0, 1), TokenLogprob(3, -1.0, 1)))
@@ -357,7 +357,7 @@ def test_parked_kv_of_an_ended_request_is_dropped(parked: str) -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PARKED if parked.startswith("before") else Stage.HANDOVER)
     d.tokens("d0", s, 0, 5, 6, 7, 8)
-    assert r.ended and r.journal.finish == "length"
+    assert r.ended and r.finish == "length"
     if parked == "after":
         d.park("p0", s)
     assert ("p0", s) in [(w, c.sequence) for w, c in d.sent(Abort)]
@@ -560,7 +560,7 @@ def test_requests_of_a_drained_worker_are_rescheduled_and_count_no_death(stage: 
     r, _ = d.at(stage)
     d.lose("d0" if stage is Stage.DECODE else "p0", drained=True)
     assert (r.deaths, r.stage) == ([], Stage.PREFILL)
-    assert r.request.output == tuple(r.journal.tokens)
+    assert r.request.output == tuple(r.tokens)
 
 
 def test_hand_over_to_a_worker_that_has_left_is_rescheduled() -> None:
@@ -890,7 +890,7 @@ def test_decode_step_does_not_scan_the_queue(monkeypatch: pytest.MonkeyPatch) ->
         return place()
 
     monkeypatch.setattr(drive.requests.dispatcher, "place", counted)
-    drive.tokens("d0", s, len(r.journal.tokens), 7)
+    drive.tokens("d0", s, len(r.tokens), 7)
     assert looks == 0
     drive.ended("d0", s, reason="length")
     assert looks > 0
@@ -907,7 +907,7 @@ def test_a_pooled_request_needs_no_decode_worker_and_ends_with_its_vector() -> N
     assert (start.request.pooling, start.targets) == ("last", ())
     d.tokens("p0", r.sequence, 0, cached_tokens=2, pooled=VECTOR)
     assert r.ended and r.pooled == VECTOR and r.error is None
-    assert (r.journal.finish, r.journal.tokens, r.cached_tokens) == ("stop", [], 2)
+    assert (r.finish, r.tokens, r.cached_tokens) == ("stop", [], 2)
     assert Notify(r.name) in d.new
     d.tick()
     assert d.sent(ReleaseRecords) == [("p0", ReleaseRecords((r.sequence,)))]

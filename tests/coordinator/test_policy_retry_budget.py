@@ -87,7 +87,7 @@ def test_an_answer_that_goes_on_between_losses_does_not_use_the_budget() -> None
     r = d.submit(max_tokens=60)
     for _ in range(2 * LOSSES):
         sequence = d.take(StartPrefill)[0].request.sequence_id
-        first = len(r.journal.tokens)
+        first = len(r.tokens)
         d.tokens("p0", sequence, first, 5)
         d.handed_over("p0", sequence, "d0")
         d.tokens("d0", sequence, first + 1, 6)

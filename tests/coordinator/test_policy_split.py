@@ -261,7 +261,7 @@ def test_request_on_one_worker_from_prompt_to_end() -> None:
     d.tokens("d0", r.sequence, 1, 8)
     ended = SequenceEnded(r.sequence, "length", stamps=StageStamps(0.25, 0.75, decode_s=2.0))
     d.events("d0", StepEvents(ended=(ended,)))
-    assert r.ended and r.journal.tokens == [7, 8]
+    assert r.ended and r.tokens == [7, 8]
     spans = {span.name: (round(span.end_s - span.start_s, 3), span.worker) for span in timeline(r, d.now).spans}
     assert spans == {"prefill_queue": (0.25, "d0"), "prefill": (0.75, "d0"), "decode": (2.0, "d0")}
     (home,) = d.table.classes

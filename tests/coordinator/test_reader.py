@@ -106,7 +106,7 @@ async def test_tokens_are_kept_for_the_reader_while_it_is_busy() -> None:
         p.hand_over(s, "d0")
         d.report(s, 1, 6, 7)
         request = b.in_flight(s)
-        await until(lambda: request.journal.next_index == 3)
+        await until(lambda: request.next_index == 3)
         assert sink.taken == []  # no task waits for them yet
         assert (await anext(deltas)).token_ids == (6, 7)
         last = asyncio.ensure_future(anext(deltas))
@@ -124,10 +124,10 @@ async def test_a_stop_string_in_pushed_tokens_ends_the_stream() -> None:
         p.report(s, 0, tokens[0])
         p.hand_over(s, "d0")
         await until(lambda: run.yielded)
-        journal = b.in_flight(s).journal
+        choice = b.in_flight(s)
         for index, token in enumerate(tokens[1:], 1):
             d.report(s, index, token)
-            await until(lambda index=index: journal.next_index > index or run.task.done())  # type: ignore[misc]
+            await until(lambda index=index: choice.next_index > index or run.task.done())  # type: ignore[misc]
         await run.task
         text = "".join(delta.text for delta in [run.yielded[0], *run.sink.taken, *run.yielded[1:]])
         assert text == "Hello, Hel" and run.yielded[-1].stop_reason == "lo wor" and run.sink.taken

@@ -256,7 +256,7 @@ FAULTS = (
     Fault(
         REQUESTS, "choice.queued_s += now - choice.queued_at", "choice.queued_s = now - choice.queued_at", T_REQUESTS
     ),
-    Fault(CHOICE, "len(self.journal.tokens) - len(self.request.output)", "len(self.journal.tokens)", T_REQUESTS),
+    Fault(CHOICE, "len(self.tokens) - len(self.request.output)", "len(self.tokens)", T_REQUESTS),
     Fault(
         CHOICE,
         "event.cached_tokens and not request.output:",
@@ -294,7 +294,7 @@ FAULTS = (
     ),
     Fault(
         REQUESTS,
-        "        if choice.kv_parked and choice.journal.finish is None:\n            return self._reschedule(choice, _LOST_ACK, now)\n",
+        "        if choice.kv_parked and choice.finish is None:\n            return self._reschedule(choice, _LOST_ACK, now)\n",
         "",
         T_REQUESTS,
     ),
@@ -399,7 +399,7 @@ FAULTS = (
     Fault(POOL, "room = 0 if load.preempted else", "room =", T_DISPATCH),
     # Tokens.
     Fault("coordinator/policy/choice.py", "if known is not None and known != token:", "if False:", T_JOURNAL),
-    Fault(CHOICE, "        self.journal.drop_held()\n", "", T_JOURNAL),
+    Fault(CHOICE, "        self.ahead.clear()\n        self.kv_parked", "        self.kv_parked", T_JOURNAL),
     Fault(
         "baton/core/output_log.py",
         "start = max(item.next_index, first)",

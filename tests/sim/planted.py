@@ -61,8 +61,8 @@ BUGS = (
         "duplicate event applied",
         1,
         CHOICE,
-        "if first_index == start and not self._held and self.finish is None:",
-        "if not self._held and self.finish is None:",
+        "if first_index == start and not self.ahead and self.finish is None:",
+        "if not self.ahead and self.finish is None:",
     ),
     bug(
         "reservation kept after the end",
@@ -75,8 +75,8 @@ BUGS = (
         "loss of a decode worker ignored",
         27,
         REQUESTS,
-        "if event.worker == choice.decode_worker and choice.journal.finish is None:",
-        "if event.worker == choice.decode_worker and event.drained and choice.journal.finish is None:",
+        "if event.worker == choice.decode_worker and choice.finish is None:",
+        "if event.worker == choice.decode_worker and event.drained and choice.finish is None:",
     ),
     bug(
         "parked KV is never offered again",

@@ -82,8 +82,8 @@ class Placing:
     def produced(self, name: str, tokens: int) -> None:
         """`tokens` tokens are known now."""
         choice = self.choices[name]
-        choice.journal.tokens += [7] * (tokens - choice.produced)
-        if choice.journal.next_index > choice.grows_at:
+        choice.tokens += [7] * (tokens - choice.produced)
+        if choice.next_index > choice.grows_at:
             self.dispatcher.hold(choice)
 
     def reassign(self, name: str) -> Placement | None:
