@@ -243,7 +243,7 @@ class Cluster:
                 self.workers.drain(worker, time.monotonic() + timeout_s, self.lease_now())
             case Drained():
                 log.info("%s has left the cluster", worker)
-                self.workers.left(worker, incarnation)
+                self.workers.left(worker, incarnation, self.lease_now())
                 self._outgoing.pop(worker, None)
                 self._execute(self.requests.on_worker_lost(worker, "it drained", time.monotonic(), drained=True))
                 return False

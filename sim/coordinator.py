@@ -155,7 +155,7 @@ class Coordinator(Process):
             case Leave(timeout_s):
                 self.workers.drain(worker, self.now + timeout_s, self.lease_now())
             case Drained():
-                self.workers.left(worker, incarnation)
+                self.workers.left(worker, incarnation, self.lease_now())
                 self._outgoing.pop(worker, None)
                 self.execute(self.requests.on_worker_lost(worker, "it drained", self.now, drained=True))
                 return False

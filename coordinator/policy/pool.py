@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from operator import attrgetter
-from typing import Literal
 
 from baton.core.commands import AdapterStates, Join, Role
 from baton.core.errors import InvariantError
 from baton.core.events import GpuUsage, KVCacheEvents, Load, PromptCost
 from baton.core.window import STEPS_AHEAD, Window
+from coordinator.policy.membership import DRAINING, LEFT, LOST, READY, Event, Member
 
-WorkerState = Literal["disconnected", "ready", "draining", "lost"]
 BACKLOG_STEPS = 2
 LONG_STEPS = 2 * BACKLOG_STEPS
 """A prompt of more steps than these is placed beside those of other tenants. With a lower limit tenants would take
@@ -111,9 +110,8 @@ class CachedBlocks:
         return len(prefix)
 
 
-class Worker:
-    """One incarnation of a worker. Times are seconds on the caller's lease clock, except `drain_by`, the time on
-    the caller's monotonic clock at which a draining worker gives back what it still has. `load` is its latest report.
+class Worker(Member):
+    """One incarnation of a worker, as a member of its pool. `load` is its latest report.
 
     `reserved_blocks`, `backlog_tokens`, `running` and `growth` are the sums of what choices hold here (`Choice.held`):
     reserved blocks only until the KV has arrived, after which the worker's own report includes them; growth in further
@@ -126,22 +124,16 @@ class Worker:
 
     # Python keeps so many attributes in a large dict for each object otherwise, and placements read those of many.
     __slots__ = (
-        *("_columns_at_once", "_counted_before", "_full", "_join", "_load", "_order", "_sliding", "_state"),
+        *("_columns_at_once", "_counted_before", "_full", "_join", "_load", "_order", "_sliding"),
         *("adapter_failures", "adapters", "backlog_of", "backlog_tokens", "block_size", "blocks_of_column", "cached"),
-        *("computes_prompts", "connected", "drain_by", "gpu", "growth", "incarnation", "lease_until", "max_model_len"),
-        *("max_running", "max_tokens", "next_role", "pool", "rank", "reserved_blocks", "role", "room", "running"),
-        *("since", "slot", "step_tokens", "worker_id"),
+        *("computes_prompts", "gpu", "growth", "incarnation", "max_model_len", "max_running", "max_tokens", "pool"),
+        *("rank", "reserved_blocks", "role", "room", "running", "slot", "step_tokens", "worker_id"),
     )
 
     def __init__(self, join: Join, since: float, lease_until: float, pool: Pool) -> None:
-        self.since = since
-        self.lease_until = lease_until
-        self.connected = True
-        self.drain_by: float | None = None
-        self.next_role: Role | None = None  # in which it joins again after its drain
+        super().__init__(since, lease_until)
         self.reserved_blocks = self.backlog_tokens = self.running = self.growth = 0
         self.backlog_of: dict[str, int] = {}  # `backlog_tokens` by tenant
-        self._state: WorkerState = "ready"
         self._load: Load | None = None
         # What it had counted before: its first report, if it comes from an earlier run of the coordinator.
         self._counted_before: Load | None = None if join.run_id else Load()
@@ -157,7 +149,7 @@ class Worker:
 
     def __repr__(self) -> str:
         placed = f"{self.reserved_blocks} blocks, {self.backlog_tokens} tokens, {self.running} running"
-        return f"<Worker {self.worker_id} {self.state} | {placed}>"
+        return f"<Worker {self.worker_id} {self.state.value} | {placed}>"
 
     @property
     def join(self) -> Join:
@@ -187,17 +179,14 @@ class Worker:
         self.pool.changed()
         self._recount()
 
-    @property
-    def state(self) -> WorkerState:
-        return self._state
-
-    @state.setter
-    def state(self, state: WorkerState) -> None:
-        self._state = state
-        if state == "lost":
-            self.pool.remove(self)
-        self._recount()
-        self.pool.changed()
+    def on(self, event: Event, now: float) -> None:
+        before = self.state
+        super().on(event, now)
+        if self.state is not before:
+            if self.state is LOST or self.state is LEFT:
+                self.pool.remove(self)
+            self._recount()
+            self.pool.changed()
 
     @property
     def load(self) -> Load | None:
@@ -208,10 +197,6 @@ class Worker:
         self._load = load
         self._counted_before = self._counted_before or load
         self._update_room()
-
-    @property
-    def ready(self) -> bool:
-        return self._state == "ready"
 
     def counted(self) -> dict[str, float]:
         """Returns by how much each counter of TOTALS has risen since it joined."""
@@ -226,14 +211,6 @@ class Worker:
     def has(self, adapter: str) -> bool:
         """Returns whether it has the LoRA adapter of a request; empty: the request has none."""
         return not adapter or adapter in self.adapters
-
-    def live(self, now: float) -> bool:
-        """Returns whether its session is open and its lease has not ended."""
-        return self.connected and self.lease_until > now
-
-    @property
-    def lost(self) -> bool:
-        return self._state == "lost"
 
     def count(
         self, *, backlog: int = 0, tenant: str = "", running: int = 0, reserved: int = 0, growth: int = 0
@@ -275,7 +252,7 @@ class Worker:
         self._update_room()
 
     def _update_room(self) -> None:
-        if self._state != "ready":
+        if self.state is not READY:
             room = -_NO_LIMIT
         elif self.role == "prefill":
             # An idle worker accepts a prompt of any length.
@@ -342,7 +319,7 @@ class Worker:
             "max_model_len": self.max_model_len,
             "step_tokens": self.step_tokens,
             "max_running": self.join.max_running,
-            "state": self.state,
+            "state": self.state.value,
             "since_s": round(max(now - self.since, 0.0), 1),
             "incarnation": self.incarnation,
             "pids": list(self.join.pids),
@@ -437,7 +414,7 @@ class Pool:
         self.changes += 1
         self._capacity = {}
         # Not lazily: a restarted worker has the same limits, and requests are admitted meanwhile.
-        if lengths := [w.max_model_len for w in self.workers if w.state != "draining"]:
+        if lengths := [w.max_model_len for w in self.workers if w.state is not DRAINING]:
             self.lengths = min(lengths), max(lengths)
 
     def wait_for(self, room: int) -> None:
@@ -449,7 +426,7 @@ class Pool:
         """Tokens whose KV one worker that has the adapter can hold for a sequence, ignoring draining workers; 0 if
         there is none."""
         if adapter not in self._capacity:
-            able = (w.max_tokens for w in self.workers if w.state != "draining" and w.has(adapter))
+            able = (w.max_tokens for w in self.workers if w.state is not DRAINING and w.has(adapter))
             self._capacity[adapter] = max(able, default=0)
         return self._capacity[adapter]
 

@@ -1,11 +1,5 @@
-"""The worker table: which workers exist, their class, state and lease. Pure; the routing state of each is in pool.py.
-
-States of a worker:
-
-    ready         its session is open and it takes new work
-    disconnected  its session broke; it keeps its sequences and may redial for REDIAL_S, or until its lease ends
-    draining      it takes no new work, finishes or gives back what it has, and leaves
-    lost          its lease ended, or a newer incarnation replaced it; its entry stays in `/workers` for KEEP_LOST_S
+"""The worker table: which workers exist, their class and lease. Pure; the states of a worker are in membership.py, its
+routing state in pool.py. A lost worker's entry stays in `/workers` for KEEP_LOST_S.
 
 A lease belongs to the session between worker and coordinator, renewed by each message. A worker whose lease has ended
 is fenced: its messages are refused until it joins again. While a worker holds its lease, an older incarnation of its
@@ -30,8 +24,8 @@ from baton.core.commands import Join, Role
 from baton.core.compatibility import Compatibility, Difference, difference
 from baton.core.errors import InvalidRequest, InvariantError, NotFound
 from baton.core.events import GpuUsage, Load
-from baton.core.liveness import REDIAL_S
 from coordinator.policy.joining import OwnModel, check_join, refused
+from coordinator.policy.membership import DRAINING, DrainBegan, LeaseEnded, Left, Redialled, Replaced, SessionBroke
 from coordinator.policy.pool import Pool, Worker
 from coordinator.policy.split import HandOverCost
 
@@ -186,10 +180,9 @@ class WorkerTable:
             if class_key(known.join) != class_key(join):
                 earlier = f"revision {known.join.revision!r} and domain {known.join.domain!r}"
                 raise refused(join, f"revision: this incarnation joined with {earlier}")
-            known.join, known.connected, known.lease_until = join, True, now + self.lease_s
-            if known.state == "disconnected":
-                known.state, known.since = "ready", now
-            return Joined(known, replaced=None)  # it redialled and keeps its sequences
+            known.join = join
+            known.on(Redialled(now + self.lease_s), now)
+            return Joined(known, replaced=None)
         lost = self._workers.get(name) if known is None else None
         before = known or lost
         next_role = self._next_roles.pop(name, None) if before is None else before.next_role
@@ -197,14 +190,14 @@ class WorkerTable:
             self.flips[join.role] += 1
         worker = self.add(join, now, now + self.lease_s)
         if lost is not None and lost.incarnation == join.incarnation and lost.drain_by is not None:
-            worker.state, worker.drain_by, worker.next_role = "draining", lost.drain_by, lost.next_role
+            worker.on(DrainBegan(lost.drain_by, lost.next_role), now)
         return Joined(worker, replaced=known)
 
     def add(self, join: Join, now: float, lease_until: float) -> Worker:
         """Adds a worker without comparing it with the others; replaces an earlier incarnation."""
         earlier, key = self.get(join.worker_id), class_key(join)
         if earlier is not None:
-            earlier.pool.remove(earlier)
+            earlier.on(Replaced(), now)
         for empty in [each for each in self.classes if each.key != key and not each.workers]:
             del self._classes[empty.key]
             for pool in empty.pools:
@@ -233,10 +226,7 @@ class WorkerTable:
         worker = self.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             return False
-        worker.connected = False
-        worker.lease_until = min(worker.lease_until, now + REDIAL_S)
-        if worker.state == "ready":
-            worker.state, worker.since = "disconnected", now
+        worker.on(SessionBroke(), now)
         return True
 
     def drain(self, worker_id: str, by: float, now: float, next_role: Role | None = None) -> None:
@@ -254,7 +244,7 @@ class WorkerTable:
             raise NotFound(f"{worker_id} is lost: its lease has ended, and it has not joined again", param="worker_id")
         if worker is None:
             raise NotFound(f"no worker {worker_id[:128]!r} is in this cluster", param="worker_id")
-        if next_role is not None and worker.state == "draining" and worker.next_role is None:
+        if next_role is not None and worker.state is DRAINING and worker.next_role is None:
             raise InvalidRequest(f"{worker_id} is leaving the cluster", param="next_role")
         if next_role == worker.role and worker.next_role is not None:
             raise InvalidRequest(f"{worker_id} drains to become a {worker.next_role} worker", param="next_role")
@@ -264,16 +254,13 @@ class WorkerTable:
             raise InvalidRequest(
                 f"{worker_id} was not started for both roles: start it with --both-roles on", param="next_role"
             )
-        worker.next_role = next_role
-        worker.drain_by = by if worker.drain_by is None else min(by, worker.drain_by)
-        if worker.state != "draining":
-            worker.state, worker.since = "draining", now
+        worker.on(DrainBegan(by, next_role), now)
 
-    def left(self, worker_id: str, incarnation: int) -> None:
+    def left(self, worker_id: str, incarnation: int, now: float) -> None:
         """Removes a worker that has drained; this incarnation may not join again."""
         if self.incarnation(worker_id) == incarnation:
             worker = self._workers.pop(worker_id)
-            worker.pool.remove(worker)
+            worker.on(Left(), now)
             self._left[worker_id] = incarnation
             if worker.next_role is not None:
                 self._next_roles[worker_id] = worker.next_role
@@ -294,6 +281,6 @@ class WorkerTable:
             if not worker.lost and worker.lease_until <= now:
                 silent = f"silent for {self.lease_s:g} s"
                 expired.append((worker, silent if worker.connected else "its connection closed and it did not redial"))
-                worker.state, worker.since, worker.connected = "lost", now, False
+                worker.on(LeaseEnded(), now)
         self._workers = {n: w for n, w in self._workers.items() if not w.lost or now - w.since <= KEEP_LOST_S}
         return expired

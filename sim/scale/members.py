@@ -11,6 +11,7 @@ from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.errors import InvariantError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.prefix_cache import KeptBlocks
+from coordinator.policy.membership import DRAINING
 from coordinator.policy.pool import Worker
 from coordinator.policy.split import STREAM_WEIGHT, Split
 from coordinator.policy.workers import WorkerTable
@@ -142,7 +143,7 @@ class Members:
 
     def remove_idle(self) -> None:
         """Removes the draining workers that have nothing left to do, except those that change their roles."""
-        for known in [worker for worker in self.table.present() if worker.state == "draining"]:
+        for known in [worker for worker in self.table.present() if worker.state is DRAINING]:
             if known.next_role is None:
                 self.remove(known)
 
@@ -161,7 +162,7 @@ class Members:
         else:
             del self.prefill[name]
         self._left_s[role] += self._loop.now - self._since.pop(name)
-        self.table.left(name, known.incarnation)
+        self.table.left(name, known.incarnation, self._loop.now)
         return worker
 
 

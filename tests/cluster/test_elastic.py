@@ -76,7 +76,7 @@ class Elastic:
 
     async def idle(self) -> None:
         def free() -> bool:
-            loads = [r.load for r in self.b.cluster.workers.all() if r.state != "lost"]
+            loads = [r.load for r in self.b.cluster.workers.all() if not r.lost]
             return all(load.blocks_free == load.blocks_total and not load.sequences for load in loads)
 
         await until(free, 10.0, "every block free")

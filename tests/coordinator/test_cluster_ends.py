@@ -57,7 +57,7 @@ async def test_a_front_is_ready_while_a_role_is_empty_up_to_the_hold() -> None:
     async with bench("p0", "d0", lease_s=0.5, hold_s=1.0) as b:
         await until(lambda: b.pipeline.ready()[0], what="both roles")
         for name in ("p0", "d0"):
-            b.cluster.workers.left(name, 1)
+            b.cluster.workers.left(name, 1, b.cluster.lease_now())
         assert b.pipeline.ready() == (True, "ready")
         assert (await b.submit("b").failed()).code == "no_prefill_worker"
         assert b.pipeline.ready() == (False, "no prefill worker is ready")

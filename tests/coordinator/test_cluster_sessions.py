@@ -66,7 +66,7 @@ async def test_a_command_lost_with_its_stream_is_sent_again() -> None:
 
 
 async def test_requests_are_not_refused_during_a_short_session_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.policy.workers.REDIAL_S", 30.0)  # a busy machine takes longer
+    monkeypatch.setattr("coordinator.policy.membership.REDIAL_S", 30.0)  # a busy machine takes longer
     async with bench("p0", "d0") as b:
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
         p, d, s = await wait_for_dispatch(b)

@@ -29,8 +29,10 @@ from coordinator.policy.choice import (
     Stage,
     Stop,
 )
+from coordinator.policy.membership import WorkerState
 from coordinator.policy.requests import MAX_TIMES_PARKED, PARKED_S
 from tests.coordinator.test_policy_requests import Drive
+from tests.support.builders import bring_to
 
 FROM_WORKERS = PrefillTokens, DecodeTokens, HandedOverBy, ParkedBy, EndedBy
 EVENTS = (*FROM_WORKERS, LostWorker, Placed, OfferDue, Stop, Fail)
@@ -83,15 +85,15 @@ BEFORE: dict[str, Deliver] = {
     "parked often": lambda d, c: setattr(c, "times_parked", MAX_TIMES_PARKED),
     "p0 the last tokens": MESSAGES["p0 the last tokens"],
     "d0 the last tokens": MESSAGES["d0 the last tokens"],
-    "d0 may be chosen": lambda d, c: _set_state(d, "d0", "ready"),
-    "d0 may not be chosen": lambda d, c: _set_state(d, "d0", "disconnected"),
+    "d0 may be chosen": lambda d, c: _bring_to(d, "d0", WorkerState.READY),
+    "d0 may not be chosen": lambda d, c: _bring_to(d, "d0", WorkerState.DISCONNECTED),
 }
 ALONE = {"nothing": BEFORE["nothing"]}
 
 
-def _set_state(d: Drive, name: str, state: Any) -> None:
+def _bring_to(d: Drive, name: str, state: WorkerState) -> None:
     if (worker := d.table.get(name)) is not None:
-        worker.state = state
+        bring_to(worker, state)
 
 
 def at(stage: Stage, *, limit: int = 5, **more: object) -> tuple[Drive, Choice]:

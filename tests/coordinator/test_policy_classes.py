@@ -148,7 +148,7 @@ def test_output_is_continued_only_by_the_same_model() -> None:
     (placed,) = d.place()
     here, there = ("p0", "p1") if placed.prefill == "p0" else ("p1", "p0")
     d.produced("r", 1)
-    d.table.left(here, 1)
+    d.table.left(here, 1, 2.0)
     d.reschedule("r")
     assert d.place() == [] and choice.request.output, f"{there} computes another model"
     assert d.dispatcher.unservable(choice) == (
@@ -189,7 +189,7 @@ def test_parked_kv_is_offered_only_within_its_class() -> None:
     join(d.table, "p1", "b")
     join(d.table, "d1", "b")
     d.prefilled("r")
-    d.table.left("d0", 1)
+    d.table.left("d0", 1, 2.0)
     assert d.reassign("r") is None
     join(d.table, "d2", "a")
     placed = d.reassign("r")
@@ -233,8 +233,8 @@ def test_one_incarnation_has_one_class() -> None:
 def test_limits_of_a_class_that_has_left_do_not_remain() -> None:
     known = table(("p0", "a"), ("d0", "a"), ("p1", "b"), ("d1", "b"), b={"max_model_len": 20})
     assert known.max_model_len() == 20 and known.max_model_len(30) == 64, "a pair of one class holds it"
-    known.left("p1", 1)
-    known.left("d1", 1)
+    known.left("p1", 1, 2.0)
+    known.left("d1", 1, 2.0)
     assert known.max_model_len() == 64
 
 
@@ -243,8 +243,8 @@ def test_totals_include_classes_that_have_left() -> None:
     known.expire(0.0)
     known.renew_lease("d0", 1, Load(steps=5), 1.0)
     known.expire(2.0)
-    known.left("p0", 1)
-    known.left("d0", 1)
+    known.left("p0", 1, 2.0)
+    known.left("d0", 1, 2.0)
     join(known, "d1", "b")
     assert [each.key.revision for each in known.classes] == ["b"]
     known.renew_lease("d1", 1, Load(steps=2), 2.5)

@@ -11,10 +11,11 @@ from baton.core.events import KVCacheEvents, Load
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import Choice
 from coordinator.policy.fair_queue import FairQueue
+from coordinator.policy.membership import WorkerState
 from coordinator.policy.pick import PREFIX_SLACK
 from coordinator.policy.pool import BACKLOG_STEPS, CachedBlocks, Worker
 from coordinator.policy.workers import WorkerTable
-from tests.support.builders import add_worker
+from tests.support.builders import add_worker, bring_to
 from tests.support.placing import Placement, Placing, make_choice
 
 Size = tuple[str, dict[str, int]]
@@ -36,11 +37,11 @@ def worker(d: Placing, name: str) -> Worker:
 
 
 def lose(d: Placing, name: str) -> None:
-    worker(d, name).state = "lost"
+    bring_to(worker(d, name), WorkerState.LOST)
 
 
 def set_ready(d: Placing, name: str, ready: bool) -> None:
-    worker(d, name).state = "ready" if ready else "disconnected"
+    bring_to(worker(d, name), WorkerState.READY if ready else WorkerState.DISCONNECTED)
 
 
 def refusal(d: Placing, choice: Choice) -> BatonError:
@@ -169,7 +170,7 @@ def test_role_is_servable_while_a_worker_may_return_but_not_while_all_drain() ->
     d, choice = dispatcher(), make_choice("a", 4, 8)
     set_ready(d, "d0", False)
     assert d.dispatcher.missing_role() == "decode" and d.dispatcher.unservable(choice) is None
-    worker(d, "d0").state = "draining"
+    bring_to(worker(d, "d0"), WorkerState.DRAINING)
     assert d.dispatcher.unservable(choice) == ("no decode worker is left", "no_decode_worker")
     assert d.dispatcher.unservable(make_choice("a", 4, 4)) is None
     lose(d, "p0")
@@ -182,7 +183,7 @@ def test_role_is_servable_while_a_worker_may_return_but_not_while_all_drain() ->
 def test_request_that_fits_only_a_draining_worker_does_not_block_the_queue() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=100), view("d1", blocks=4))
     d.submit(make_choice("large", 4, 400))
-    worker(d, "d0").state = "draining"
+    bring_to(worker(d, "d0"), WorkerState.DRAINING)
     d.submit(make_choice("small", 4, 8))
     assert d.names() == ["small"]
 
@@ -418,7 +419,7 @@ def test_prefix_block_sizes_are_those_of_present_workers_with_cached_blocks() ->
     assert not d.dispatcher.cached_block_sizes
     worker(d, "p0").update_cached(KVCacheEvents(stored=HINTS))
     assert d.dispatcher.cached_block_sizes == {4}
-    worker(d, "p0").state = "lost"
+    bring_to(worker(d, "p0"), WorkerState.LOST)
     assert not d.dispatcher.cached_block_sizes
 
 

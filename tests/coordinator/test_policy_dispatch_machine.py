@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.core.errors import Unavailable
 from baton.core.events import KVCacheEvents
 from coordinator.policy.choice import Choice
+from coordinator.policy.membership import WorkerState
 from coordinator.policy.pool import BACKLOG_STEPS, Worker
 from coordinator.policy.workers import WorkerTable
-from tests.support.builders import add_worker
+from tests.support.builders import add_worker, bring_to
 from tests.support.placing import Placement, Placing, make_choice
 
 MAX_REQUESTS, MAX_TOKENS = 4, 60
@@ -193,7 +194,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(worker=prefill_ids | decode_ids)
     def remove(self, worker: str) -> None:
         if self.m.workers.pop(worker, None) is not None:
-            self.table._workers[worker].state = "lost"
+            bring_to(self.table._workers[worker], WorkerState.LOST)
         for r in list(self.m.placed):
             if self.m.prefill[r] == worker and r not in self.m.arrived:
                 self.reschedule_now(r)
@@ -203,7 +204,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(worker=prefill_ids | decode_ids, ready=st.booleans())
     def set_ready(self, worker: str, ready: bool) -> None:
         if worker in self.m.workers:
-            self.m.workers[worker].state = "ready" if ready else "disconnected"
+            bring_to(self.m.workers[worker], WorkerState.READY if ready else WorkerState.DISCONNECTED)
 
     @rule(
         worker=prefill_ids | decode_ids,

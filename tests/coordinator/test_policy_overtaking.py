@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from baton.core import virtual_counters
 from baton.core.events import Load
 from coordinator.policy.choice import Choice
+from coordinator.policy.membership import WorkerState
 from coordinator.policy.pool import BACKLOG_STEPS, LONG_STEPS
 from coordinator.policy.quotas import Client
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
-from tests.support.builders import add_worker
+from tests.support.builders import add_worker, bring_to
 from tests.support.placing import Placing, make_choice
 
 STEP, LONG = 8, 160
@@ -115,7 +116,7 @@ def test_a_choice_that_waits_for_kv_blocks_is_not_overtaken() -> None:
 def test_a_rescheduled_choice_is_not_overtaken() -> None:
     d = placing("always", "p0", "p1", "d0")
     assert submit(d, of("a1", LONG), of("c2", LONG)) == ["a1", "c2"]
-    d.worker("p0").state = "draining"
+    bring_to(d.worker("p0"), WorkerState.DRAINING)
     d.reschedule("a1")
     assert submit(d, of("b3", 4)) == [], "a client waits in the middle of an answer"
     d.prefilled("c2")

@@ -9,10 +9,11 @@ import pytest
 from baton.core.events import KVCacheEvents, Load
 from coordinator.policy.choice import Choice
 from coordinator.policy.expectation import OutputExpectation
+from coordinator.policy.membership import DISCONNECTED, DRAINING, LOST, READY
 from coordinator.policy.pick import PREFIX_SLACK, pick_decode, pick_prefill
 from coordinator.policy.pool import BACKLOG_STEPS, Worker
 from coordinator.policy.workers import WorkerTable
-from tests.support.builders import add_worker
+from tests.support.builders import add_worker, bring_to
 from tests.support.placing import make_choice
 
 SIZES = (4, 8)
@@ -72,7 +73,7 @@ def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int
         return
     size, what = worker.block_size, dice.randrange(5)
     if what == 0:
-        worker.state = dice.choice(("ready", "ready", "disconnected", "draining", "lost"))
+        bring_to(worker, dice.choice((READY, READY, DISCONNECTED, DRAINING, LOST)))
     elif what == 1:
         worker.load = Load(blocks_free=dice.randrange(worker.join.blocks_total), preempted=dice.random() < 0.2)
     elif what == 2:

@@ -31,9 +31,10 @@ from baton.core.events import (
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
 from coordinator.policy.choice import Action, AssignTargets, Choice, Notify, Send, Stage, StartPrefill
 from coordinator.policy.expectation import START_TOKENS
+from coordinator.policy.membership import WorkerState
 from coordinator.policy.requests import MAX_TIMES_PARKED, PARKED_S, InFlightCounts, Requests
 from coordinator.policy.workers import WorkerTable
-from tests.support.builders import make_join, make_request
+from tests.support.builders import bring_to, make_join, make_request
 
 A = TypeVar("A")
 
@@ -74,11 +75,11 @@ class Drive:
 
     def lose(self, name: str, *, drained: bool = False) -> None:
         if drained:
-            self.table.left(name, self.incarnations[name])
+            self.table.left(name, self.incarnations[name], self.now)
         else:
             worker = self.table.get(name)
             assert worker is not None
-            worker.state = "lost"
+            bring_to(worker, WorkerState.LOST)
         self.record(self.requests.on_worker_lost(name, "silent", self.now, drained=drained))
 
     def submit(self, name: str = "r", max_tokens: int = 4, **more: object) -> Choice:
@@ -117,7 +118,7 @@ class Drive:
         if stage is Stage.PARKED:
             for decode in ("d0", "d1"):
                 if (worker := self.table.get(decode)) is not None:
-                    worker.state = "disconnected"
+                    bring_to(worker, WorkerState.DISCONNECTED)
             self.park("p0", s)
         if stage is Stage.DECODE:
             self.handed_over("p0", s, "d0")
@@ -579,10 +580,10 @@ def test_lost_last_acknowledgement_reschedules_a_request_that_decode_has_started
     if order == "parked first":
         worker = d.table.get("d0")
         assert worker is not None
-        worker.state = "disconnected"  # so that it cannot be a target
+        bring_to(worker, WorkerState.DISCONNECTED)  # so that it cannot be a target
         d.park("p0", s)
         assert r.stage is Stage.PARKED
-        worker.state = "ready"
+        bring_to(worker, WorkerState.READY)
     d.tokens("d0", s, 0, 5, 6)
     if order == "tokens first":
         d.park("p0", s)
@@ -657,7 +658,7 @@ def test_parked_events_repeated_after_a_redial_count_once() -> None:
     s = r.sequence
     worker = d.table.get("d0")
     assert worker is not None
-    worker.state = "disconnected"
+    bring_to(worker, WorkerState.DISCONNECTED)
     d.park("p0", s)
     d.park("p0", s)
     assert (r.stage, r.times_parked) == (Stage.PARKED, 2)
@@ -669,7 +670,7 @@ def test_parked_kv_is_not_assigned_while_its_worker_is_disconnected() -> None:
     d.table.disconnected("p0", 1, d.now)
     worker = d.table.get("d0")
     assert worker is not None
-    worker.state = "ready"
+    bring_to(worker, WorkerState.READY)
     d.tick()
     assert not d.take(AssignTargets) and r.stage is Stage.PARKED
     d.table.join(make_join("p0", blocks=16), d.now)

@@ -13,11 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.commands import AdapterStates
 from baton.core.events import KVCacheEvents, Load
 from coordinator.policy.choice import Stage
+from coordinator.policy.membership import DISCONNECTED, LOST, READY, WorkerState
 from coordinator.policy.pool import Worker
 from coordinator.policy.quotas import Client
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
-from tests.support.builders import add_worker
+from tests.support.builders import add_worker, bring_to
 from tests.support.placing import Placement, Placing, make_choice
 
 BLOCKS, STEP, HINTS = 24, 16, tuple(bytes([n]) * 8 for n in range(8))
@@ -107,9 +108,9 @@ class WaitingMachine(RuleBasedStateMachine):
     def redial(self, name: str, computes: bool) -> None:
         self.change(name, lambda worker: setattr(worker, "join", replace(worker.join, computes_prompts=computes)))
 
-    @rule(name=names, state=st.sampled_from(["ready", "ready", "disconnected", "lost"]))
-    def set_state(self, name: str, state: str) -> None:
-        self.change(name, lambda worker: setattr(worker, "state", state))
+    @rule(name=names, state=st.sampled_from([READY, READY, DISCONNECTED, LOST]))
+    def bring(self, name: str, state: WorkerState) -> None:
+        self.change(name, lambda worker: bring_to(worker, state))
 
     @invariant()
     def same_placements(self) -> None:

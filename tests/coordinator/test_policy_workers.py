@@ -49,7 +49,7 @@ def workers() -> WorkerTable:
 
 
 def state(workers: WorkerTable, worker: str = "d0") -> str:
-    found = [w.state for w in workers.all() if w.worker_id == worker]
+    found = [w.state.value for w in workers.all() if w.worker_id == worker]
     return found[0] if found else "forgotten"
 
 
@@ -171,7 +171,7 @@ def test_heartbeats_renew_the_lease_and_a_silent_worker_is_lost(workers: WorkerT
     assert workers.expire(5.8) == []
     ((lost, why),) = workers.expire(5.9)
     assert why == "silent for 3 s"
-    assert (lost.worker_id, lost.state, lost.load.blocks_free if lost.load else None) == ("d0", "lost", 5)
+    assert (lost.worker_id, lost.state.value, lost.load.blocks_free if lost.load else None) == ("d0", "lost", 5)
     assert not workers.renew_lease("d0", 1, None, 6.0)
     assert workers.expire(6.0) == []
     workers.expire(5.9 + KEEP_LOST_S)
@@ -196,7 +196,7 @@ def test_totals_of_a_pool_never_fall_when_workers_leave(workers: WorkerTable) ->
     workers.join(join(incarnation=2), 2.0)
     count("d0", 2, 2, 3.0)
     workers.expire(5.0)  # d1 is lost
-    workers.left("d0", 2)
+    workers.left("d0", 2, 3.0)
     workers.expire(6.0)
     totals = workers.totals("decode")
     assert (totals["steps"], totals["step_s"], totals["worker_s"]) == (10, pytest.approx(1.0), 10.0)
@@ -249,7 +249,7 @@ def test_a_new_incarnation_replaces_the_old_one_which_is_fenced(workers: WorkerT
     assert workers.renew_lease("d0", 2, None, 1.1)
     with pytest.raises(JoinRefused, match=r"another worker has joined as d0 since this one started \(1 is older\)"):
         workers.join(join(incarnation=1), 1.2)
-    workers.left("d0", 1)
+    workers.left("d0", 1, 3.0)
     assert state(workers) == "ready"
 
 
@@ -301,7 +301,7 @@ def test_draining_and_leaving(workers: WorkerTable) -> None:
     workers.disconnected("d0", 1, 1.5)
     workers.join(join(), 1.6)
     assert state(workers) == "draining"  # a redial does not make it ready again
-    workers.left("d0", 1)
+    workers.left("d0", 1, 3.0)
     assert state(workers) == "forgotten"
     assert not list(workers.all())
 
@@ -312,8 +312,8 @@ def test_the_end_of_a_lease_does_not_end_a_drain(workers: WorkerTable) -> None:
     workers.drain("d0", 9.0, 1.0, "prefill")
     assert [worker.worker_id for worker, _ in workers.expire(3.0)] == ["d0"]
     again = workers.join(join(both_roles=True), 3.5).worker
-    assert (again.state, again.drain_by, again.next_role) == ("draining", 9.0, "prefill")
-    workers.left("d0", 1)
+    assert (again.state.value, again.drain_by, again.next_role) == ("draining", 9.0, "prefill")
+    workers.left("d0", 1, 3.0)
     workers.join(join(role="prefill", incarnation=2, both_roles=True), 4.0)
     assert workers.flips == {"prefill": 1}
     workers.drain("d0", 9.0, 5.0, "decode")
@@ -340,8 +340,8 @@ def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -
     workers.join(join(both_roles=True), 0.0)
     workers.drain("d0", 9.0, 1.0, "prefill")
     drained = workers.get("d0")
-    assert drained is not None and (drained.state, drained.next_role) == ("draining", "prefill")
-    workers.left("d0", 1)
+    assert drained is not None and (drained.state.value, drained.next_role) == ("draining", "prefill")
+    workers.left("d0", 1, 3.0)
     with pytest.raises(NotFound, match="is changing its role"):
         workers.drain("d0", 9.0, 1.5, "prefill")
     assert not workers.flips
@@ -351,11 +351,11 @@ def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -
     joined = workers.join(join(incarnation=3, both_roles=True), 2.5)  # its `Drained` was lost
     assert joined.replaced is not None and workers.flips == {"prefill": 1, "decode": 1}
     workers.drain("d0", 9.0, 2.6, "prefill")
-    workers.left("d0", 3)
+    workers.left("d0", 3, 3.0)
     workers.join(join(role="prefill", incarnation=4), 2.7)
     assert workers.flips == {"prefill": 2, "decode": 1} and [w.role for w in workers.present()] == ["prefill"]
     workers.drain("d0", 9.0, 3.0)
-    workers.left("d0", 4)
+    workers.left("d0", 4, 3.0)
     workers.join(join(incarnation=5), 4.0)
     assert workers.flips == {"prefill": 2, "decode": 1}, "a worker that left and was started again"
 
@@ -426,7 +426,7 @@ def test_longest_sequence_is_that_of_the_smallest_pool_and_follows_the_workers(w
     assert table.max_model_len() == 28_081
     table.join(join("d1", 2, blocks=200), 0.0)
     assert table.max_model_len() == 3_201
-    table.left("d1", 2)
+    table.left("d1", 2, 3.0)
     assert table.max_model_len() == 28_081
     table.join(join("p0", 2, blocks=50), 0.0)
     assert table.max_model_len() == 801

@@ -22,7 +22,7 @@ T_SECURITY, T_BAD, T_CHAT = (
 )
 CHOICE = "coordinator/policy/choice.py"
 FAIR_QUEUE, T_FAIR_QUEUE = "coordinator/policy/fair_queue.py", "tests/coordinator/test_policy_fair_queue.py"
-POOL = "coordinator/policy/pool.py"
+POOL, MEMBERSHIP = "coordinator/policy/pool.py", "coordinator/policy/membership.py"
 OVERTAKING, T_OVERTAKING = "coordinator/policy/overtaking.py", "tests/coordinator/test_policy_overtaking.py"
 LONG_ROWS = "baton/core/long_rows.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
@@ -391,8 +391,13 @@ FAULTS = (
         T_WORKERS,
     ),
     Fault(WORKERS, "if known is not None and known.incarnation > join.incarnation:", "if False:", T_WORKERS),
-    Fault(WORKERS, '            if known.state == "disconnected":\n', "            if True:\n", T_WORKERS),
-    Fault(WORKERS, "min(worker.lease_until, now + REDIAL_S)", "worker.lease_until", T_WORKERS),
+    Fault(
+        MEMBERSHIP,
+        "(DRAINING, Redialled): to(Member._redialled)",
+        "(DRAINING, Redialled): to(Member._ready_again, READY)",
+        T_WORKERS,
+    ),
+    Fault(MEMBERSHIP, "min(self.lease_until, now + REDIAL_S)", "self.lease_until", T_WORKERS),
     Fault(
         WORKERS, "            self._left[worker_id] = incarnation\n", "", "tests/coordinator/test_cluster_membership.py"
     ),

@@ -124,9 +124,9 @@ BUGS = (
     bug(
         "worker whose session broke is not ready again",
         1,
-        WORKERS,
-        '            if known.state == "disconnected":\n                known.state, known.since = "ready", now\n',
-        "",
+        "coordinator/policy/membership.py",
+        "(DISCONNECTED, Redialled): to(Member._ready_again, READY)",
+        "(DISCONNECTED, Redialled): to(Member._redialled)",
     ),
     # Sessions: what is sent again.
     bug(

@@ -15,6 +15,7 @@ from baton.core.handover import Chunk, Handle
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, Pooling, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan
+from coordinator.policy.membership import DrainBegan, Event, LeaseEnded, Redialled, SessionBroke, WorkerState
 from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
@@ -157,6 +158,20 @@ def add_worker(
     join = make_join(name, incarnation, blocks=blocks, step_tokens=step_tokens, **facts)
     join = replace(join, max_running=max_running)
     return table.add(join, 0.0, math.inf)  # bypasses `table.join`: workers of a test may differ
+
+
+def bring_to(worker: Worker, state: WorkerState) -> None:
+    """Lets happen what leads a present worker to a state; its lease goes on."""
+    lease_until = worker.lease_until
+    events: dict[WorkerState, Event] = {
+        WorkerState.READY: Redialled(lease_until),
+        WorkerState.DISCONNECTED: SessionBroke(),
+        WorkerState.DRAINING: DrainBegan(math.inf),
+        WorkerState.LOST: LeaseEnded(),
+    }
+    if worker.state is not state:
+        worker.on(events[state], 0.0)
+        worker.lease_until = lease_until
 
 
 def make_handle(**changes: object) -> Handle:

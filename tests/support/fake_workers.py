@@ -21,9 +21,10 @@ from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.pipeline import Pipeline
 from coordinator.policy.choice import Choice, Stage
+from coordinator.policy.membership import WorkerState
 from coordinator.submission import Delta, Submission
 from coordinator.text.stream import Vocabulary
-from tests.support.builders import make_facts
+from tests.support.builders import bring_to, make_facts
 from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_level
 
@@ -204,7 +205,7 @@ class Bench:
         assert await reader.done() == [5, 6, 7, 8]
 
     def state(self, name: str) -> str:
-        found = [w.state for w in self.cluster.workers.all() if w.worker_id == name]
+        found = [w.state.value for w in self.cluster.workers.all() if w.worker_id == name]
         return found[0] if found else "forgotten"
 
     def in_flight(self, sequence: SequenceId) -> Choice:
@@ -222,7 +223,7 @@ class Bench:
         """Sets whether a worker may be chosen."""
         worker = self.cluster.workers.get(name)
         assert worker is not None
-        worker.state = "ready" if ready else "joining"
+        bring_to(worker, WorkerState.READY if ready else WorkerState.DISCONNECTED)
         if ready:
             self.cluster._execute(self.requests.worker_joined(time.monotonic()))
 
