@@ -453,7 +453,7 @@ class HandOver:
 
 
 _OFFER_NEXT = to(HandOver._offer_next, SendStage.OFFERING, SendStage.PARKED)
-_TARGET_FAILED = to(HandOver._target_failed, SendStage.OFFERING, SendStage.PARKED, SendStage.ENDED)
+_TARGET_FAILED = to(HandOver._target_failed, SendStage.PARKED, SendStage.ENDED)
 _ABORT = to(HandOver._abort, SendStage.ENDED)
 _ABORT_AT_TARGET = to(HandOver._abort_at_target, SendStage.ENDED)
 _LAYERS_COMPUTED = to(HandOver._layers_computed)
@@ -473,7 +473,7 @@ TABLE: Table = {
     (SendStage.SENDING, LayersComputed): _LAYERS_COMPUTED,
     (SendStage.SENDING, SpanAnnounced): to(HandOver._announced),
     (SendStage.SENDING, EdgeSent): _EDGE_SENT,
-    (SendStage.SENDING, Acknowledged): to(HandOver._acknowledged, SendStage.PARKED, SendStage.ENDED),
+    (SendStage.SENDING, Acknowledged): to(HandOver._acknowledged, SendStage.ENDED),
     (SendStage.SENDING, Aborted): _ABORT_AT_TARGET,
     (SendStage.PARKED, LayersComputed): _LAYERS_COMPUTED,
     (SendStage.PARKED, Assigned): to(HandOver._assigned, SendStage.OFFERING),
