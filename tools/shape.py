@@ -31,7 +31,7 @@ GENERATED = "baton/v1/"
 LONG = 600
 CODES_FILE = "baton/core/codes.py"
 CODES = {code.value for code in ErrorCode}
-OTHER_MEANINGS = {"draining", "aborted"}  # a worker's state and a finish reason, which mypy checks as literals
+OTHER_MEANINGS = {"draining", "aborted"}  # a worker's state in `/workers` and a finish reason
 ONLY_CODES = CODES - OTHER_MEANINGS
 FILLERS = {
     "found",

@@ -14,7 +14,7 @@
 
 A machine changes only in the functions of its table, each with the states that it may lead to besides the one it is
 in. A pair that the table does not list is a violated invariant. So the table is the whole protocol: a change of the
-protocol is a change of the table, and a test can walk all pairs.
+protocol is a change of the table, and tests/core/test_tables.py walks all pairs of every table.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from baton.core import machine
 from baton.core.codes import ErrorCode
-from baton.core.errors import InvariantError, Unavailable
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SamplingParams, SequenceId, TokenLogprob
 from coordinator.policy import requests
@@ -116,36 +115,6 @@ def test_each_event_of_a_worker_is_handled_in_each_stage() -> None:
     table = Drive().requests.table
     assert table.keys() >= {(stage, event) for stage in Stage for event in FROM_WORKERS}
     assert {event for _, event in table} == set(EVENTS)
-
-
-@pytest.mark.parametrize("stage", Stage)
-@pytest.mark.parametrize("event", EVENTS)
-def test_pair_is_in_the_table_or_violates_an_invariant(stage: Stage, event: type) -> None:
-    d, choice = at(stage)
-    s = choice.sequence
-    made: dict[type, Any] = {
-        PrefillTokens: PrefillTokens("p0", TokenEvent(s, 0, (5,))),
-        DecodeTokens: DecodeTokens("d0", TokenEvent(s, 0, (5,))),
-        HandedOverBy: HandedOverBy("p0", HandedOver(s, "d0", 1)),
-        ParkedBy: ParkedBy("p0", Parked(s, "all refused")),
-        EndedBy: EndedBy("d0", SequenceEnded(s, "error", ErrorCode.ABANDONED, "so it is")),
-        LostWorker: LostWorker("p0", "silent", None, drained=False),
-        Placed: Placed(),
-        OfferDue: OfferDue(),
-        Stop: Stop("stop string"),
-        Fail: Fail(Unavailable("draining")),
-    }
-    if (stage, event) not in d.requests.table:
-        with pytest.raises(InvariantError, match=f"in state {stage.value} cannot handle {event.__name__}"):
-            machine.handle(d.requests.table, choice, made[event], d.now)
-        assert choice.stage is stage
-    elif event is Placed:  # only the dispatcher places a choice
-        other = next(each for each in d.requests if each is not choice)
-        d.record(d.requests.end(other, "the client left", d.now))
-        assert choice.stage is Stage.PREFILL
-    else:
-        machine.handle(d.requests.table, choice, made[event], d.now)
-    d.requests.check()
 
 
 @pytest.fixture

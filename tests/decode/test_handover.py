@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from baton.core.deadlines import Deadlines, Tombstones
-from baton.core.errors import InvariantError
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Handle, Offer, Refuse, sign
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from baton.core.sequence import Sequence, State
-from decode import handover
 from decode.admission import Admission, HandOvers
 from decode.handover import (
-    TABLE,
     AbortedByPeer,
     Action,
     ChunkAnnounced,
     ChunkReceived,
-    ChunkRejected,
     Destination,
     Dropped,
     Ended,
     EndedByCoordinator,
-    Event,
-    IncomingHandOver,
-    LinkEnded,
-    OfferAccepted,
     Peer,
     Ready,
     Receive,
     ReceiveFailed,
-    ReceiveStage,
     Reply,
 )
 from decode.scheduler import DecodeScheduler
@@ -220,45 +209,3 @@ def test_abort_of_a_sequence_whose_end_is_reported_reports_nothing() -> None:
     assert kit.abort(kit.peer, "no reply") == [Dropped(R, "no reply")]
     kit.scheduler.finish_step(make_outcome(plan), NOW)
     assert not kit.scheduler.num_sequences
-
-
-def in_stage(stage: ReceiveStage) -> tuple[Kit, IncomingHandOver]:
-    kit = Kit()
-    if stage is ReceiveStage.ABSENT:
-        return kit, IncomingHandOver(R, kit.machine.destination, kit.machine.counters)
-    kit.offer()
-    over = kit.scheduler.sequences[R].hand_over
-    assert isinstance(over, IncomingHandOver)
-    if stage in (ReceiveStage.RECEIVING, ReceiveStage.CLOSING):
-        kit.announce(kit.chunk(FIRST))
-    if stage is ReceiveStage.RECEIVED:
-        kit.receive_all()
-    if stage in (ReceiveStage.CLOSING, ReceiveStage.ENDED):
-        kit.abort(kit.peer, "the client left")
-    assert over.state is stage
-    return kit, over
-
-
-def event(kind: type, kit: Kit) -> Event:
-    return {
-        OfferAccepted: OfferAccepted(kit.peer, Sequence(make_request("r", TOKENS), State.RECEIVING, NOW)),
-        ChunkAnnounced: ChunkAnnounced(kit.peer, kit.chunk(SECOND), True),
-        ChunkRejected: ChunkRejected(kit.peer, R, "no staging memory"),
-        ChunkReceived: ChunkReceived(kit.chunk(FIRST), True),
-        ReceiveFailed: ReceiveFailed(kit.chunk(FIRST), "the edge broke", True),
-        AbortedByPeer: AbortedByPeer(kit.peer, AbortTransfer(R, "the client left")),
-        LinkEnded: LinkEnded(R, "the link broke"),
-        EndedByCoordinator: EndedByCoordinator(R, "the client left"),
-    }[kind]
-
-
-@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(ReceiveStage, get_args(Event))))
-def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: ReceiveStage, kind: type) -> None:
-    kit, over = in_stage(stage)
-    if (stage, kind) in TABLE:
-        actions = over.on(event(kind, kit), NOW)
-        assert all(isinstance(action, (*get_args(handover.OwnAction), *get_args(Action))) for action in actions)
-    else:
-        with pytest.raises(InvariantError, match=f"in state {stage.value} cannot handle {kind.__name__}"):
-            over.on(event(kind, kit), NOW)
-        assert over.state is stage

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
@@ -17,7 +15,6 @@ from baton.core.reshard import EdgePlan, reshard_layout
 from baton.core.sequence import Prefilled, Sequence, Started, State
 from prefill import handover as machine
 from prefill.handover import (
-    TABLE,
     Aborted,
     Acknowledged,
     Action,
@@ -27,7 +24,6 @@ from prefill.handover import (
     Connected,
     Dial,
     EdgeSent,
-    Event,
     HandOver,
     LayersComputed,
     ReportFailed,
@@ -246,48 +242,3 @@ def test_chunk_that_is_being_sent_at_an_abort_is_sent_completely() -> None:
     over.on(Aborted("the client left"), 4.0)
     over.on(EdgeSent(100), 5.0)
     assert over.counters.bytes_sent == 100 and over.chunk(PLANS[0], 1).end_token == 8
-
-
-EVENTS = {
-    machine.ComputeStarted: BEGIN,
-    Connected: Connected(WIRE),
-    Accept: Accept(R),
-    Refuse: Refuse(R, ErrorCode.DRAINING, "it drains"),
-    TargetFailed: TargetFailed(HandoffError("it failed")),
-    LayersComputed: LayersComputed(TOKENS, 3),
-    SpanAnnounced: SpanAnnounced(ChunkSpan(0, 0, 8, 0, 4)),
-    EdgeSent: EdgeSent(1),
-    Acknowledged: Acknowledged({plan.key: True for plan in PLANS}),
-    Assigned: Assigned((target("d7"),)),
-    Aborted: Aborted("the client left"),
-}
-
-
-def in_stage(stage: SendStage) -> HandOver:
-    over = hand_over() if stage is SendStage.PARKED else hand_over("d0", "d1")
-    if stage is SendStage.OFFERING:
-        over = offering()
-    elif stage is SendStage.PARKED:
-        over.on(BEGIN, 0.0)
-    elif stage is not SendStage.WAITING:
-        over = sending()
-        computed(over, 8)
-        announce(over)
-        if stage is SendStage.ENDED:
-            over.on(Aborted("it was aborted"), 3.0)
-    assert over.state is stage
-    return over
-
-
-@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(SendStage, get_args(Event))))
-def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: SendStage, kind: type) -> None:
-    over = in_stage(stage)
-    if (stage, kind) in TABLE:
-        actions = over.on(EVENTS[kind], 5.0)
-        assert all(isinstance(action, get_args(Action)) for action in actions)
-        # What waits for something must say for what: only then does another event follow.
-        assert over.state is stage or over.state is SendStage.ENDED or actions
-    else:
-        with pytest.raises(InvariantError, match=f"in state {stage.value} cannot handle {kind.__name__}"):
-            over.on(EVENTS[kind], 5.0)
-        assert over.state is stage
