@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SELECTED = ("-m", "not long and not gpu")
 SLOWEST = ("--durations=12", "--durations-min=5", "-p", "tools.processor_time")
 _ROOM = {"BATON_TEST_ROOM": "x" * (64 << 10)}
-"""Room for the environments of forks (tests/support/forks.py); the last word of _FORKED is room for command lines."""
-_FORKED = shlex.join([sys.executable, "-c", "from tests.support import forks; forks.test_process()", "x" * (16 << 10)])
+"""Room for the environments of forks (tests/support/forks.py); the last word of _FORKING is room for command lines."""
+_FORKING = ("-c", "from tests.support import forks; forks.test_processes()", "x" * (16 << 10))
+_FORKED = shlex.join([sys.executable, "-m", "tests.support.suite_process"])
 _IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 CORES_EACH, LEAST_PROCESSES, MOST_PROCESSES = 4, 3, 8  # each loads torch and transformers: 0.5 GB
 
@@ -35,7 +36,8 @@ def run(arguments: list[str]) -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     beside = in_processes(processes(cores), arguments) if cores > 1 else []
     colour = ["--color=yes"] if sys.stdout.isatty() else []
-    command = [sys.executable, "-m", "pytest", "-q", *colour, *beside, *SLOWEST, *arguments]
+    pytest = _FORKING if "--tx" in beside else ("-m", "pytest")
+    command = [sys.executable, *pytest, "-q", *colour, *beside, *SLOWEST, *arguments]
     environment = with_bytecode(os.environ) | (_ROOM if "--tx" in beside else {})
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     if process.stdout is None:
@@ -50,7 +52,7 @@ def run(arguments: list[str]) -> tuple[int, str]:
 
 def in_processes(count: int, arguments: list[str]) -> list[str]:
     """Single tests, named by `::`, are not known before their file is collected: then each process collects all. For
-    the whole suite, each process and the server of its forks are one process until they have imported torch."""
+    the whole suite they and the servers of their forks are forks of the process of pytest, which has imported torch."""
     start = ["--tx", f"{count}*popen//python={_FORKED}", "-W", _IMPORTED]
     if sys.platform != "linux" or any((ROOT / argument.partition("::")[0]).exists() for argument in arguments):
         start = ["-n", str(count)]

@@ -9,8 +9,9 @@ a process, its parent, and the exit codes of `python -m` (tests/tools/test_forks
 forked, too, if they run one of `MODULES`: what a coordinator starts for templates and grammars, for example, is not.
 A coordinator does not start itself again with exec, and so has no huge pages.
 
-A test process of `make test` is made here, too (`test_process`): it imports the same, once, and forks its server before
-it has threads. Any other starts its server, and imports twice.
+The test processes of `make test` are made here, too (`test_processes`): they are forks of the process of pytest that
+starts them, which imports the same, once, and each forks its server before it has threads. Any other test process
+starts its server, and imports twice.
 
 Without arguments this module only imports what processes need: `make test` so compiles it once, while it installs.
 
@@ -66,7 +67,7 @@ ROOM_VARIABLE = "BATON_TEST_ROOM"
 _COMMAND_ROOM, _ENVIRONMENT_ROOM = 16 << 10, 64 << 10
 """Bytes for the command lines and environments that forks show in /proc, in those of their server."""
 _forked: list[socket.socket] = []
-"""The connection to the server that was forked with this test process, if one was."""
+"""The connection to the server that this process has forked, if it has."""
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET = 0x40000000
 
@@ -332,25 +333,36 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def test_process() -> None:
-    """Runs the code that xdist starts a test process with, in a process with a server. Its command line and environment
-    are those that tools/run_tests.py makes, with room, and xdist's own `-u -c CODE` at their end."""
+def test_processes() -> None:
+    """Runs pytest in a process whose test processes are forks, with room for their command lines and environments in
+    its own (tools/run_tests.py)."""
     sys.path[0] = str(ROOT)
     set_environment()
     prepare()
+    fork_server(lambda: None)  # before there are threads
+    import pytest
+    from execnet.gateway_base import ThreadExecModel
+
+    popen = types.SimpleNamespace(PIPE=subprocess.PIPE, Popen=ForkedProcess)
+    ThreadExecModel.subprocess = popen  # type: ignore[assignment,misc]
+    sys.argv = ["pytest", *sys.argv[2:]]
+    sys.exit(pytest.console_main())
+
+
+def fork_server(before: Callable[[], None]) -> None:
+    """Forks the server of this process, which calls `before` first."""
     control, theirs = _pair()
     if not os.fork():
         control.close()
         null = os.open(os.devnull, os.O_RDWR)
-        for file in (0, 1):  # they are connected to xdist
+        for file in (0, 1):  # they are connected to what reads the output of this process
             os.dup2(null, file)
         with contextlib.suppress(KeyboardInterrupt):
+            before()
             serve(theirs)
         os._exit(0)
     theirs.close()
-    _forked.append(control)
-    code, sys.argv = sys.argv[-1], ["-c"]
-    exec(code, sys.modules["__main__"].__dict__)
+    _forked[:] = [control]
 
 
 def import_all() -> None:
@@ -372,8 +384,7 @@ def prepare() -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Forks what is asked for, until the test process ends."""
-    fork_children()
+    """Forks what is asked for, until the process that asks ends."""
     while True:
         message, files, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not message:
@@ -399,6 +410,7 @@ def _await_end(parent: int) -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         prepare()
+        fork_children()
         serve(socket.socket(fileno=int(sys.argv[1])))
     else:
         import_all()
