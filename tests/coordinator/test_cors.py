@@ -31,6 +31,8 @@ async def test_an_allowed_origin_may_send_requests_and_read_responses(browser: h
     asked = await browser.options(CHAT, headers={"origin": PAGE, **PREFLIGHT})
     assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == PAGE
     assert "authorization" in asked.headers["access-control-allow-headers"]
+    deletes = {"origin": PAGE, "access-control-request-method": "DELETE"}
+    assert (await browser.options("/v1/responses/resp_1", headers=deletes)).status_code == 200
     for body, status in ((GOOD[CHAT], 200), ({}, 400)):
         answer = await browser.post(CHAT, json=body, headers={"origin": PAGE})
         assert answer.status_code == status and answer.headers["access-control-allow-origin"] == PAGE
