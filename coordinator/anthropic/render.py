@@ -21,6 +21,7 @@ from coordinator.anthropic import errors
 from coordinator.anthropic.blocks import signature
 from coordinator.anthropic.schema import MessagesBody
 from coordinator.openai.render import Head, json_line
+from coordinator.openai.tools import written_arguments
 from coordinator.submission import Delta, Usage
 from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
 
@@ -145,7 +146,7 @@ class MessagesRender:
         if block["type"] == "text":
             block = block | {"text": text}
         elif block["type"] == "tool_use":
-            block = block | {"input": input_of(text)}
+            block = block | {"input": orjson.Fragment(written_arguments(input_of(text)))}
         else:
             shown, hidden = (text, "") if self._body.shows_thinking else ("", text)
             block = block | {"thinking": shown, "signature": signature(hidden)}
@@ -189,7 +190,7 @@ def input_of(arguments: str) -> dict[str, Any]:
     """Returns the arguments of a call as an object: as much of it as there is, if the output ended before its end.
     Anything else that a model wrote is in the field `arguments`, for the client's own check of the input to report."""
     try:
-        value = from_json(arguments or "{}", allow_partial=True)
+        value = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, PlainValidator, StringConstraints, ValidationError, ValidationInfo
+from pydantic import (
+    BeforeValidator,
+    PlainSerializer,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
@@ -87,9 +94,11 @@ def limit_values(param: str) -> BeforeValidator:
 
 def _arguments(value: Any) -> dict[str, Any] | str:
     """Returns the arguments as an object if that is what they are: a model may have written anything, or have been cut
-    off, and its own output is never refused."""
+    off, and its own output is never refused. Some clients send the object itself."""
+    if isinstance(value, dict):
+        value = written_arguments(value)
     if not isinstance(value, str):
-        raise PydanticCustomError("arguments", "must be a JSON object as a string")
+        raise PydanticCustomError("arguments", "must be a JSON object, or one as a string")
     with contextlib.suppress(ValueError, RecursionError):
         parsed = orjson.loads(value or "{}")
         if _LONG_NUMBER.search(value):  # orjson reads an integer over 64 bits as a float
@@ -97,6 +106,11 @@ def _arguments(value: Any) -> dict[str, Any] | str:
         if isinstance(parsed, dict) and r"\u0000" not in value and _is_shallow(parsed):
             return parsed
     return value
+
+
+def written_arguments(arguments: dict[str, Any] | str) -> str:
+    """Returns arguments as a client sends them: with `json`, as orjson writes no integer over 64 bits."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _is_shallow(value: Any) -> bool:
@@ -114,7 +128,11 @@ _DEPTH_OF_ARGUMENTS = 5  # in the calls of a message
 
 
 _LONG_NUMBER = re.compile(r"[0-9]{19}")
-Arguments = Annotated[dict[str, Any] | str, PlainValidator(_arguments, json_schema_input_type=str)]
+Arguments = Annotated[
+    dict[str, Any] | str,
+    PlainValidator(_arguments, json_schema_input_type=str | dict[str, Any]),
+    PlainSerializer(written_arguments),
+]
 """The arguments of a call in the history, parsed with the body: a million values would block the event loop."""
 
 

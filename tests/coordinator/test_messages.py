@@ -236,11 +236,20 @@ async def test_output_format_sets_the_grammar(client: httpx.AsyncClient, generat
         ("", {}),
         ('{"a": 1, "b": [1, {"c": "x', {"a": 1, "b": [1, {}]}),
         ("[1]", {"arguments": "[1]"}),
+        ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
         ("{'a': 1}", {"arguments": "{'a': 1}"}),
     ],
 )
 def test_the_input_of_a_call_is_always_an_object(arguments: str, found: dict[str, Any]) -> None:
     assert input_of(arguments) == found
+
+
+async def test_an_integer_of_any_size_in_the_input_of_a_call(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    wei = 123456789012345678901234567890
+    generator.script = reply("<tool_call>", f'\n{{"name": "now", "arguments": {{"wei": {wei}}}}}\n', "</tool_call>")
+    assert (await whole(client, tools=[NOW]))["content"][0]["input"] == {"wei": wei}
 
 
 def test_blocks_become_chat_messages() -> None:
