@@ -21,14 +21,16 @@ from coordinator.submission import Delta, Usage
 from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
 
 Keep = Callable[[dict[str, Any]], None]
+UNREAD_SHARE = 64
+"""Of what was passed on of a custom tool's input, a stream is at most one such part behind its tokens."""
 
 
 class ResponsesRender:
     """`keep`, if given, receives the complete answer before the client does.
 
     State: the number of the next event, the complete items, the open item with its text, how much of the input of a
-    custom tool was passed on, the log-probabilities of text that is still to come and of the open item, and the finish
-    reason."""
+    custom tool was passed on, how many characters of its call were not read yet, the log-probabilities of text that is
+    still to come and of the open item, and the finish reason."""
 
     continuous_usage = False
     has_large_opening = False
@@ -40,7 +42,7 @@ class ResponsesRender:
         self._tool_set = body.tool_set()
         self._scores: list[Any] = []
         self._item_scores: list[Any] = []
-        self._passed_on = 0
+        self._passed_on = self._unread = 0
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -111,7 +113,13 @@ class ResponsesRender:
     def _grow_input(self, text: str) -> bytes:
         """Adds to the arguments of a custom tool's call; the event has what its input has grown by."""
         self._pieces.append(text)
-        known = _input_of("".join(self._pieces), partial=True)
+        self._unread += len(text)
+        if self._unread * UNREAD_SHARE < self._passed_on:  # reading all of it at each token takes quadratic time
+            return b""
+        return self._pass_on()
+
+    def _pass_on(self) -> bytes:
+        known, self._unread = _input_of("".join(self._pieces), partial=True), 0
         grown, self._passed_on = known[self._passed_on :], max(len(known), self._passed_on)
         if not grown or self._open is None:
             return b""
@@ -125,7 +133,7 @@ class ResponsesRender:
     def _begin(self, kind: str, **more: Any) -> bytes:
         index = len(self._output)
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{self._head.request_id}_{index}", "type": kind}
+        item: dict[str, Any] = {"id": f"{prefix}_{self._head.unique_id}_{index}", "type": kind}
         if kind in _CALLS:
             text = {"function_call": "arguments", "custom_tool_call": "input"}[kind]
             item |= {"call_id": f"call_{self._head.unique_id}_{index}", text: "", "status": "in_progress"} | more
@@ -133,7 +141,7 @@ class ResponsesRender:
             item |= {"role": "assistant", "status": "in_progress", "content": []}
         else:
             item |= {"summary": [], "content": [], "status": "in_progress"}
-        self._open, self._pieces, self._item_scores, self._passed_on = item, [], [], 0
+        self._open, self._pieces, self._item_scores, self._passed_on, self._unread = item, [], [], 0, 0
         added = self._event("response.output_item.added", output_index=index, item=item)
         if kind in _CALLS:
             return added
@@ -158,7 +166,7 @@ class ResponsesRender:
             chunks = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
         elif item["type"] == "custom_tool_call":
             item |= {"input": _input_of(text)}
-            chunks = self._event("response.custom_tool_call_input.done", **place, input=item["input"])
+            chunks = self._pass_on() + self._event("response.custom_tool_call_input.done", **place, input=item["input"])
         else:
             part = self._part(item, text)
             item |= {"content": [part]}
@@ -199,7 +207,7 @@ class ResponsesRender:
         """Returns the whole answer so far; `usage` is given only once it has ended."""
         head, body, cut = self._head, self._body, self._finish == "length"
         return {
-            "id": f"resp_{head.request_id}",
+            "id": f"resp_{head.unique_id}",
             "object": "response",
             "created_at": head.created,
             "status": "in_progress" if usage is None else "incomplete" if cut else "completed",

@@ -110,7 +110,7 @@ def _choice(value: Any, info: ValidationInfo[IgnoredFields]) -> str | Called | A
         return value
     given = value if isinstance(value, dict) else {}
     kind, ignored = given.get("type"), IgnoredFields.of(info.context)
-    if kind in ("function", "custom") and isinstance(given.get("name"), str):
+    if kind in ("function", "custom") and isinstance(given.get("name"), str) and _has_namespace(given):
         known = frozenset({"type", "name", "namespace"})
         for name in given.keys() - known:
             ignored.add_unknown("tool_choice", name, known)
@@ -124,6 +124,8 @@ def _choice(value: Any, info: ValidationInfo[IgnoredFields]) -> str | Called | A
         for tool in counted(MAX_TOOLS, given["tools"]):
             if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
                 raise PydanticCustomError("tool_choice", "an entry of 'tools' must be an object with a 'type'")
+            if not _has_namespace(tool):
+                raise PydanticCustomError("tool_choice", "the 'namespace' of an entry of 'tools' must be a string")
             if tool["type"] in ("function", "custom") and isinstance(tool.get("name"), str):
                 names.append(internal_name(tool["name"], tool.get("namespace") or ""))
             else:
@@ -134,6 +136,11 @@ def _choice(value: Any, info: ValidationInfo[IgnoredFields]) -> str | Called | A
         "or one with 'type': 'allowed_tools', a 'mode' and 'tools'"
     )
     raise PydanticCustomError("tool_choice", message)
+
+
+def _has_namespace(tool: dict[str, Any]) -> bool:
+    """Returns whether its namespace is text, or absent."""
+    return isinstance(tool.get("namespace"), str | None)
 
 
 ResponseChoice = Annotated[

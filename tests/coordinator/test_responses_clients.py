@@ -12,12 +12,14 @@ import pytest
 from openai.types.responses import Response as OfficialResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from pydantic_core import from_json
 from starlette.applications import Starlette
 
 from baton.core.request import TokenLogprob
 from baton.runtime.disk import StorageFailed
 from coordinator.api_keys import read_api_keys
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.openai import responses_render
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_items import decoded, encoded
 from coordinator.openai.responses_tools import internal_name
@@ -128,6 +130,24 @@ async def test_calls_of_custom_and_namespaced_tools_have_their_own_form(
     assert whole["output"][0]["input"] == text
 
 
+async def test_a_long_custom_call_is_read_a_bounded_number_of_times(
+    client: httpx.AsyncClient, generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def counting(arguments: str, **how: Any) -> Any:
+        read.append(len(arguments))
+        return from_json(arguments, **how)
+
+    monkeypatch.setattr(responses_render, "from_json", counting)
+    text = "0123456789" * 2000
+    generator.script = reply(*called("apply_patch", {"input": text}))
+    events = await events_of(client, tools=[PATCH])
+    grown = [e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(grown) == text and max(map(len, grown)) <= 2 * len(text) // responses_render.UNREAD_SHARE
+    assert sum(read) < 2 * responses_render.UNREAD_SHARE * len(text)
+
+
 async def test_a_custom_call_that_was_cut_is_incomplete(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.script = reply("<tool_call>", '\n{"name": "apply_patch", "arguments": {"input": "ab', finish="length")
     answer = (await client.post(PATH, json={"input": "Hi", "tools": [PATCH]})).json()
@@ -161,6 +181,17 @@ def test_a_choice_may_name_a_custom_tool_or_a_subset(choice: Any, shown: Any, na
         ({"tools": [SHELL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         (
             {"tools": [SHELL], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "custom", "name": "x"}]}},
+            "tool_choice",
+        ),
+        ({"tools": [SHELL], "tool_choice": {"type": "function", "name": "shell", "namespace": 1}}, "tool_choice"),
+        (
+            {
+                "tools": [SHELL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "function", "name": "shell", "namespace": [1]}],
+                },
+            },
             "tool_choice",
         ),
         ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools.format"),
@@ -241,6 +272,39 @@ async def test_a_conversation_continues_from_a_stored_answer(
     odd = await client.get(f"{PATH}/resp_%0Aa'%5C")
     assert odd.status_code == 404 and "'resp_\\na'\\':" in odd.json()["error"]["message"]
     assert (await client.post(PATH, json={"input": "a", "previous_response_id": second["id"]})).status_code == 200
+
+
+async def test_a_conversation_continues_after_a_call_of_a_function(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    wei = '{"wei": 123456789012345678901234567890, "to": "ü"}'
+    generator.script = reply("<tool_call>", f'\n{{"name": "shell", "arguments": {wei}}}\n', "</tool_call>")
+    first = (await client.post(PATH, json={"input": "Pay.", "tools": [SHELL]})).json()
+    call = first["output"][0]
+    assert json.loads(call["arguments"]) == json.loads(wei)
+    generator.script = reply("Paid.")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    sent = {"input": [{"role": "user", "content": "Pay."}, call, result]}
+    for again in (sent, {"input": [result], "previous_response_id": first["id"]}):
+        second = (await client.post(PATH, json=again)).json()
+        asked = await client.post(PATH, json={"input": "Sure?", "previous_response_id": second["id"]})
+        assert asked.status_code == 200, asked.text
+        items = (await client.get(f"{PATH}/{asked.json()['id']}/input_items?order=asc")).json()["data"]
+        (kept,) = (item for item in items if item["type"] == "function_call")
+        assert json.loads(kept["arguments"]) == json.loads(wei)
+    assert generator.submissions[-1].prompt == generator.submissions[-3].prompt
+
+
+async def test_answers_to_requests_of_one_id_are_stored_apart(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    answers = []
+    for text in ("One", "Two"):
+        generator.script = reply(text)
+        answers.append((await client.post(PATH, json={"input": "Hi"}, headers={"x-request-id": "mine"})).json())
+    assert len({name for answer in answers for name in (answer["id"], answer["output"][0]["id"])}) == 4
+    for answer in answers:
+        assert (await client.get(f"{PATH}/{answer['id']}")).json() == answer
 
 
 async def test_an_input_longer_than_the_context_is_refused_by_its_own_name(client: httpx.AsyncClient) -> None:
