@@ -285,10 +285,10 @@ class Requests:
             ([HANDOVER], [ParkedBy], to(self._on_parked, PARKED, ENDED)),
             ([PARKED], [ParkedBy], to(ignore)),  # repeated after a redial
             ([PARKED], [OfferDue], to(self._offer_again, HANDOVER, QUEUED)),
-            ([DECODE], [ParkedBy], to(self._on_lost_ack, QUEUED)),
+            ([DECODE], [ParkedBy], to(self._on_lost_ack, QUEUED, ENDED)),
             (AT_WORKERS, [EndedBy], to(self._on_ended, QUEUED, ENDED)),
             ([PREFILL], [LostWorker], to(self._on_lost_prefill, QUEUED, ENDED)),
-            ([HANDOVER, PARKED], [LostWorker], to(self._on_lost_prefill, QUEUED)),
+            ([HANDOVER, PARKED], [LostWorker], to(self._on_lost_prefill, QUEUED, ENDED)),
             ([DECODE], [LostWorker], to(self._on_lost_decode, QUEUED, ENDED)),
             ([QUEUED, ENDED], [LostWorker], to(ignore)),
             ([QUEUED, *AT_WORKERS], [Stop], to(self._on_stop, ENDED)),
@@ -532,10 +532,11 @@ class Requests:
 
     def _end_if_complete(self, choice: Choice, event: PrefillTokens | DecodeTokens, now: float) -> list[Action]:
         """Ends a choice with all its tokens. Prefill sends the log-probabilities of the prompt, maybe after decode's
-        last token; parked KV has to be aborted."""
+        last token; parked KV has to be aborted, and so has an attempt that was for them alone, whose workers go on."""
         if choice.finish is None or choice.awaits_prompt_logprobs:
             return []
-        return self._end(choice, "its answer is complete" if choice.kv_parked else "", now)
+        goes_on = choice.kv_parked or not (choice.produced or choice.pooled)
+        return self._end(choice, "its answer is complete" if goes_on else "", now)
 
     def _fail(self, choice: Choice, error: BatonError, now: float) -> list[Action]:
         choice.error = error

@@ -84,10 +84,16 @@ BEFORE: dict[str, Deliver] = {
     "parked often": lambda d, c: setattr(c, "times_parked", MAX_TIMES_PARKED),
     "p0 the last tokens": MESSAGES["p0 the last tokens"],
     "d0 the last tokens": MESSAGES["d0 the last tokens"],
+    "no retry is left": lambda d, c: _use_up_retries(d, c),
     "d0 may be chosen": lambda d, c: _bring_to(d, "d0", WorkerState.READY),
     "d0 may not be chosen": lambda d, c: _bring_to(d, "d0", WorkerState.DISCONNECTED),
 }
 ALONE = {"nothing": BEFORE["nothing"]}
+
+
+def _use_up_retries(d: Drive, choice: Choice) -> None:
+    """It failed before, and so did too many others."""
+    d.requests.losses.budget.tokens, choice.tokens_at_failure = 0.0, len(choice.tokens)
 
 
 def _bring_to(d: Drive, name: str, state: WorkerState) -> None:

@@ -341,6 +341,19 @@ def test_prompt_logprobs_may_arrive_after_the_last_token(dies: str) -> None:
     assert r.ended and r.error is None and r.deaths == []
 
 
+def test_workers_that_computed_only_the_prompt_logprobs_again_are_aborted() -> None:
+    """They do not know that the answer was complete before, and would generate after its end."""
+    d = Drive("p0", "d0", "p1")
+    r, s = d.at(Stage.HANDOVER, eos_token_ids=(99,), max_tokens=50, sampling=SamplingParams(prompt_logprobs=0))
+    d.tokens("d0", s, 0, 5, 6, 99)
+    d.lose("p0")
+    (start,) = d.take(StartPrefill)
+    assert start.request.output == (5, 6, 99) and not r.ended
+    d.tokens("p1", r.sequence, 3, 7, prompt_logprobs=(TokenLogprob(2, -1.0, 1), TokenLogprob(3, -1.0, 1)))
+    assert r.ended and (r.tokens, r.finish) == ([5, 6, 99], "stop")
+    assert {(w, c.sequence) for w, c in d.sent(Abort)} >= {("p1", r.sequence), ("d0", r.sequence)}
+
+
 def test_hold_timeout_applies_to_kv_parked_before_its_first_token() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     r, s = d.at(Stage.PREFILL)
