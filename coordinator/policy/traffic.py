@@ -15,6 +15,7 @@ shares has a place by its id, once one is needed.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 
@@ -24,6 +25,7 @@ from baton.core.names import name_error
 from baton.core.request import GenerateRequest
 
 WHOLE = 100.0
+ROUNDING = 1e-6  # of a sum of shares: 0.4, 64.9 and 34.7 are 100
 UNNAMED = "-"  # what commands call workers without a revision
 KEPT_PROMPTS = 20_000
 BLOCK_TOKENS = 16
@@ -52,7 +54,7 @@ class Traffic:
                 raise InvalidRequest(f"revision: {wrong}", param="revision")
             if not 0.0 <= percent <= WHOLE:
                 raise InvalidRequest(f"the share of {name!r} is not 0 to 100: {percent:g}", param="share")
-        if (total := sum(new.values())) > WHOLE:
+        if (total := math.fsum(new.values())) > WHOLE + ROUNDING:
             raise InvalidRequest(f"the shares are {total:g} % in all, above 100 %", param="share")
         self._shares = dict(sorted(new.items()))
 

@@ -80,6 +80,8 @@ def test_tenants_do_not_share_sessions_and_remembered_prompts_are_bounded() -> N
 
 def test_the_share_of_workers_without_a_revision_has_a_name() -> None:
     assert parse_shares(["-=95", "v2=5%"]) == {"": 95.0, "v2": 5.0}
+    for words in (["a=1.1", "b=57.2", "c=24.5", "d=17.2"], ["a=0.4", "b=64.9", "c=34.7"]):
+        assert len(with_shares(*words).shares) == len(words), "100 % in all, but for the rounding of floats"
 
 
 @pytest.mark.parametrize(
