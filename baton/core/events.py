@@ -11,7 +11,9 @@ from baton.core.codes import ErrorCode
 from baton.core.request import SequenceId, TokenLogprob
 from baton.core.step import GrammarFailure
 
-MAX_VECTOR_BYTES = 4 << 20
+MAX_PART_BYTES = 4 << 20
+MAX_PLAIN_TOKENS = 64
+"""Of an event without scores: so few need no look at their size."""
 """A step may end many short prompts, and a message of a worker has a limit (baton/runtime/streams.py)."""
 
 
@@ -83,6 +85,14 @@ class TokenEvent(NamedTuple):
     speculation: SpeculationCounters | None = None
     stamps: StageStamps | None = None
     pooled: bytes = b""
+
+    @property
+    def max_bytes(self) -> int:
+        """An upper bound of its size in a message."""
+        scores = sum(
+            len(each) * (24 + 9 * len(each[0].top_ids)) for each in (self.logprobs, self.prompt_logprobs) if each
+        )
+        return 512 + 5 * len(self.tokens) + scores + len(self.pooled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +213,16 @@ class StepEvents:
 
 
 def in_parts(events: StepEvents) -> Iterator[StepEvents]:
-    """Yields events as messages with at most MAX_VECTOR_BYTES of vectors each, if one vector has no more."""
+    """Yields events as messages of about MAX_PART_BYTES each, or of one event of tokens if that is larger."""
     part, size = list[TokenEvent](), 0
-    for token in events.tokens if any(token.pooled for token in events.tokens) else ():
-        if part and size + len(token.pooled) > MAX_VECTOR_BYTES:
+    for token in events.tokens if any(map(_is_large, events.tokens)) else ():
+        if part and size + token.max_bytes > MAX_PART_BYTES:
             yield StepEvents(tokens=tuple(part))
             part, size = [], 0
         part.append(token)
-        size += len(token.pooled)
+        size += token.max_bytes
     yield replace(events, tokens=tuple(part)) if part else events
+
+
+def _is_large(event: TokenEvent) -> bool:
+    return bool(event.pooled or event.logprobs or event.prompt_logprobs) or len(event.tokens) > MAX_PLAIN_TOKENS

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from baton.core.commands import TrackedSequence
 from baton.core.errors import InvariantError
-from baton.core.events import MAX_VECTOR_BYTES, HandedOver, Parked, StepEvents, TokenEvent, in_parts
+from baton.core.events import MAX_PART_BYTES, HandedOver, Parked, StepEvents, TokenEvent, in_parts
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId, TokenLogprob
+from baton.runtime.codec import to_message
+from baton.runtime.streams import MAX_MESSAGE_BYTES
 from tests.support.builders import step_events
 
 A, B = SequenceId("a"), SequenceId("b")
@@ -160,7 +162,7 @@ def test_a_vector_is_sent_again() -> None:
 
 def test_many_vectors_are_sent_in_several_messages() -> None:
     """The ends of sequences come with the last one."""
-    vector = b"x" * (MAX_VECTOR_BYTES // 3)
+    vector = b"x" * (MAX_PART_BYTES // 3 - 512)
     tokens = tuple(TokenEvent(SequenceId(str(number)), 0, (), pooled=vector) for number in range(7))
     ended = step_events(A, 0, ended="stop").ended
     parts = list(in_parts(StepEvents(5, tokens, ended)))
@@ -169,3 +171,18 @@ def test_many_vectors_are_sent_in_several_messages() -> None:
     assert [part.ended for part in parts] == [(), (), ended] and parts[-1].step_id == 5
     plain = step_events(A, 0, 1, 2)
     assert [*in_parts(plain)] == [plain]
+
+
+def test_what_is_resent_to_a_coordinator_fits_into_its_messages() -> None:
+    """Log-probabilities of prompts, which a prefill worker keeps until the sequence has ended, and long outputs."""
+    log, sequences = OutputLog(), [SequenceId(str(number)) for number in range(8)]
+    scored = TokenLogprob(100_000, -1.5, 3, tuple(range(100_000, 100_020)), (-1.5,) * 20)
+    for sequence in sequences:
+        log.record(StepEvents(tokens=(TokenEvent(sequence, 0, (100_000,) * 500, prompt_logprobs=(scored,) * 14_000),)))
+    sent = log.since([TrackedSequence(sequence, 0) for sequence in sequences])
+    parts = [*in_parts(sent)]
+    assert sum((part.tokens for part in parts), ()) == sent.tokens
+    lengths = [len(to_message(part).SerializeToString()) for part in parts]
+    assert max(lengths) <= MAX_MESSAGE_BYTES / 2 < sum(lengths)
+    for part, length in zip(parts, lengths, strict=True):
+        assert length <= sum(token.max_bytes for token in part.tokens)
