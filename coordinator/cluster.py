@@ -206,8 +206,7 @@ class Cluster:
         if joined.worker.drain_by is not None:  # the command may have been lost with the previous session
             remaining_s = max(joined.worker.drain_by - time.monotonic(), 0.0)
             queue.put_nowait(Drain(remaining_s, joined.worker.next_role))
-        if self.adapters.required.adapters:
-            queue.put_nowait(self.adapters.required)
+        queue.put_nowait(self.adapters.required)  # if it is empty, too: the worker may have some
         self._outgoing[worker] = queue  # from here on, requests of the old incarnation may be placed on this one
         log.info("%s worker %s joined (incarnation %d)", join.role, worker, join.incarnation)
         if joined.replaced is not None:

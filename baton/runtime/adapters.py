@@ -94,6 +94,7 @@ class RankAdapters:
 
     def __init__(self, own: Engine, send: Callable[[object], None] = lambda frame: None, followers: int = 0) -> None:
         self._own, self._send, self._followers = own, send, followers
+        self.present: frozenset[str] = frozenset()  # digests that every rank has, also after a change of the role
         self._numbers = itertools.count(1)
         self._reports: queue.SimpleQueue[tuple[int, AdapterLoaded]] = queue.SimpleQueue()
 
@@ -101,8 +102,11 @@ class RankAdapters:
         """Loads an adapter at every rank, and waits for it; not on the event loop. Raises BatonError with one line if
         a rank cannot; then none has it."""
         load_adapter(self._own, source, max_rank)
-        if not self._followers:
-            return
+        if self._followers:
+            self._load_at_followers(source, max_rank)
+        self.present |= {source.digest}
+
+    def _load_at_followers(self, source: AdapterSource, max_rank: int) -> None:
         errors: list[str] = []
         number, missing = next(self._numbers), set(range(1, self._followers + 1))
         self._send(LoadAdapter(number, source.digest, source.path, max_rank))
@@ -124,6 +128,7 @@ class RankAdapters:
     def drop(self, digest: str) -> None:
         """Drops an adapter at every rank, after the steps that have begun. Called between two steps."""
         self._own.drop(digest)
+        self.present -= {digest}
         if self._followers:
             self._send(DropAdapter(digest))
 
@@ -192,7 +197,8 @@ class WorkerAdapters:
             await self._changed.wait()  # until the coordinator requires others
             self._changed.clear()
             required, ranks, failed = self._required, self.ranks, []
-            surplus = self.loaded - {source.digest for source in required.adapters}
+            present = frozenset[str]() if ranks is None else ranks.present
+            surplus = (self.loaded | present) - {source.digest for source in required.adapters}
             kept = surplus.intersection(self._in_use())
             if ranks is not None:
                 self.loaded -= surplus - kept  # first, so that no request of them is accepted any more
@@ -204,7 +210,8 @@ class WorkerAdapters:
                 try:
                     if ranks is None:
                         raise Unavailable("this worker loads no adapters")
-                    await asyncio.to_thread(ranks.load, source, required.max_rank)
+                    if source.digest not in ranks.present:
+                        await asyncio.to_thread(ranks.load, source, required.max_rank)
                     self.loaded |= {source.digest}
                     log.info("loaded adapter %.12s from %s", source.digest, source.path)
                 except BatonError as e:

@@ -159,6 +159,20 @@ async def test_running_requests_finish_with_an_adapter_that_is_unloaded() -> Non
         await until(lambda: required(p) == required(d) == ["y"], what="the workers to drop the first one")
 
 
+async def test_a_worker_that_was_away_learns_that_an_adapter_was_unloaded() -> None:
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        task = await loading(b, "a")
+        report(p, "x")
+        report(d, "x")
+        await asyncio.wait_for(task, 10)
+        b.cluster.unload_adapter("a")
+        await until(lambda: required(p) == required(d) == [], what="the workers to drop it")
+        again = await b.add("p0", incarnation=2)
+        await until(lambda: bool(again.all(SetAdapters)), what="the set of adapters")
+        assert required(again) == []
+
+
 async def test_a_request_waits_for_a_restarted_worker_to_load_its_adapter() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers

@@ -121,7 +121,7 @@ async def test_a_request_whose_deadline_has_passed_is_not_dispatched() -> None:
     async with bench("p0", "d0") as b:
         assert isinstance(await b.submit(deadline_s=-1.0).failed(), DeadlineExceeded)
         await asyncio.sleep(0.05)
-        assert not b.workers[0].commands
+        assert not b.workers[0].all(Prefill)
 
 
 async def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:

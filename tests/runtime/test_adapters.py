@@ -26,6 +26,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.loaded: set[str] = set()
+        self.loads = 0
         self.gate = threading.Event()
         self.gate.set()
 
@@ -33,6 +34,7 @@ class FakeEngine:
         self.gate.wait(10.0)
         if weights == b"bad":
             raise InvalidRequest("tensor T is missing", param="lora_path")
+        self.loads += 1
         self.loaded.add(digest)
 
     def drop(self, digest: str) -> None:
@@ -47,13 +49,13 @@ def source(path: Path, weights: bytes = b"w") -> AdapterSource:
 
 
 class Worker:
-    def __init__(self) -> None:
+    def __init__(self, ranks: RankAdapters | None = None) -> None:
         self.engine = FakeEngine()
         self.in_use: set[str] = set()
         self.reports: list[AdapterStates] = []
         self.between: list[Callable[[], None]] = []
         self.adapters = WorkerAdapters(lambda: self.in_use, self.reports.append)
-        self.adapters.ranks = RankAdapters(self.engine)
+        self.adapters.ranks = ranks or RankAdapters(self.engine)
 
     def between_steps(self, work: Callable[[], None]) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -70,8 +72,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker() -> AsyncIterator[Worker]:
-    made = Worker()
+async def worker(ranks: RankAdapters | None = None) -> AsyncIterator[Worker]:
+    made = Worker(ranks)
     task = asyncio.create_task(made.adapters.run(made.between_steps))
     try:
         yield made
@@ -91,6 +93,19 @@ async def test_a_worker_loads_what_it_lacks_and_drops_the_others_between_steps(t
         w.adapters.check("")
         with pytest.raises(Unavailable, match="is not loaded at this worker"):
             w.adapters.check(a.digest)
+
+
+async def test_a_worker_in_a_new_role_drops_what_it_had_and_loads_the_others_once(tmp_path: Path) -> None:
+    a, b = source(tmp_path / "a", b"a"), source(tmp_path / "b", b"b")
+    async with worker() as before:
+        await before.require(a, b)
+    async with worker(before.adapters.ranks) as after:
+        with pytest.raises(Unavailable):
+            after.adapters.check(b.digest)
+        before.engine.loads = 0
+        assert await after.require(b) == AdapterStates((b.digest,))
+        assert before.engine.loaded == {b.digest} and before.engine.loads == 0
+        after.adapters.check(b.digest)
 
 
 async def test_what_cannot_be_loaded_is_reported_with_its_reason(tmp_path: Path) -> None:
