@@ -57,9 +57,7 @@ class ClusterMetrics(Collector):
         yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)
         again = "times a request was queued again, for example because its worker was lost"
         yield counter("baton_requests_rescheduled", again, value=own["rescheduled"])
-        budget = (
-            "how many more failures may make choices fail again without a new token, before none of these is retried"
-        )
+        budget = "how many more failures may make choices fail again with at most one new token, before none is retried"
         yield gauge("baton_retry_budget", budget, value=own["retry_budget"])
         again = "choices that were not retried because of that"
         yield counter("baton_retries_refused", again, value=own["retries_refused"])

@@ -4,7 +4,7 @@ Whether a choice ended its worker cannot be determined from outside. A choice th
 when they were lost may be the cause: from then on it is computed in steps of its own, announced by its worker
 (`StepEvents.alone`), so that a loss in such a step concerns no other choice, and a loss in another step not this one.
 It ends with an error when it was alone in its step at ALONE_DEATHS losses, or at `max_deaths` losses in all, or if it
-failed again without a new token when the budget for this is used up.
+failed again with at most one new token when the budget for this is used up.
 
 The budget limits how often choices may fail again, since in an outage retries must not multiply the load. It is a token
 bucket as gRPC's retry throttling has (gRFC A6): a failure takes a token, an answer that is completed returns
@@ -38,7 +38,7 @@ class RetryBudget:
         self._permitted = None
 
     def permits(self) -> bool:
-        """Returns whether a choice may be tried again that failed again without a new token."""
+        """Returns whether a choice may be tried again that failed again with at most one new token."""
         if self._permitted is None:
             self._permitted = self.tokens >= 1.0
             self.tokens -= self._permitted
@@ -87,7 +87,9 @@ class Losses:
         if not planned:
             tokens = len(choice.tokens)
             if tokens <= choice.tokens_at_failure + 1 and not self.budget.permits():  # the first one is of the prefill
-                message = f"{why}; it failed before without a new token, and so do too many requests to try it again"
+                message = (
+                    f"{why}; it failed before with at most one new token, and so do too many requests to try it again"
+                )
                 return Unavailable(message, code="retry_budget_exhausted", retry_after_s=retry_after_s)
             choice.tokens_at_failure = tokens
         return None
