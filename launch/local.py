@@ -220,20 +220,21 @@ class LocalCluster:
             self._follow(size)
 
     def _follow(self, size: Size) -> None:
-        """Retires or returns workers of this host, so that the cluster has as many of each role. Those that do not run
-        are retired first, then the last of the topology. One that still drains is not returned: another one is, or it
-        later."""
+        """Retires or returns workers of this host, so that the cluster has as many of each role. Those that are not
+        ready (lost, or drained by an operator) are retired first, then the last of the topology. One that still drains
+        is not returned: another one is, or it later."""
         active: dict[str, list[str]] = {"prefill": [], "decode": []}
         ended: dict[str, list[str]] = {"prefill": [], "decode": []}
-        flipped = {} if self._autoscaler is None else self._autoscaler.roles
+        ready = {} if self._autoscaler is None else self._autoscaler.roles
         for worker in self._members.plan.topology.workers:
             parts = self._scalable.get(worker.name, [])
             if not any(part.retired or part.left for part in parts):
-                active[flipped.get(worker.name, worker.role)].append(worker.name)
+                active[ready.get(worker.name, worker.role)].append(worker.name)
             elif all(part.child is None and self._retry_at.get(part.name, 0.0) <= time.monotonic() for part in parts):
                 ended[worker.role].append(worker.name)
         for role, names in active.items():
-            names.sort(key=lambda name: not all(part.joined for part in self._scalable.get(name, [])))
+            joined = {name for name in names if all(part.joined for part in self._scalable.get(name, []))}
+            names.sort(key=lambda name: (name not in ready, name not in joined))
             count = getattr(size, role)
             for part in (part for name in names[count:] for part in self._scalable.get(name, [])):
                 if part.child is not None:  # also if the size is as before: another command may have changed a role
@@ -273,7 +274,9 @@ class LocalCluster:
             self._look_for_ready_file(coordinator)
 
     def _tick_batches(self, batches: Supervised) -> None:
-        if batches.ever_started:
+        if batches.left:  # it alone was stopped
+            batches.start_again()
+        elif batches.ever_started:
             batches.tick()
         elif self._front_is_up:
             batches.start()

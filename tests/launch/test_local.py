@@ -91,6 +91,27 @@ def test_each_worker_that_the_autoscaler_ends_has_a_line(tmp_path: Path, capsys:
     assert made._workers[0].left and not shown(capsys), "none ended here"
 
 
+def test_the_autoscaler_ends_workers_that_are_not_ready_first(tmp_path: Path) -> None:
+    """An operator drains the first one, and the law finds that the other one suffices: it is to be kept."""
+    made = cluster(tmp_path, Clock())
+    roles = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-1": "decode"}
+    made._autoscaler = SimpleNamespace(roles=roles)  # type: ignore[assignment]
+    made._follow(Size(2, 1))
+    assert [worker.name for worker in made._workers if worker.retired] == ["decode-0"]
+
+
+def test_a_batches_process_that_was_stopped_alone_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cluster(tmp_path, Clock())
+    batches, started = made._batches, list[str]()
+    assert batches is not None
+    batches.child, batches.left, batches.joined = None, True, False
+    monkeypatch.setattr(batches, "start", lambda note="": started.append(note))
+    made._tick_batches(batches)
+    assert started
+
+
 @pytest.mark.parametrize(
     ("batches_s", "worker_s", "ended_s", "late"),
     [
