@@ -182,7 +182,9 @@ class BatchStore:
         shown = filename.encode(errors="replace").decode()  # SQLite cannot store half of a surrogate pair
         row = (file_id, owner, int(time.time()), part.stat().st_size, shown, purpose)
         self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)
+        _sync(part)  # the row may reach the disk first, and lines whose answers are here are deleted with it
         part.rename(self._files / file_id)
+        _sync(self._files)
         return file_id
 
     def file(self, owner: str, file_id: str) -> dict[str, Any]:
@@ -390,6 +392,15 @@ class BatchStore:
         self._db.execute("begin immediate")
         with self._db:  # commits, or rolls back
             yield
+
+
+def _sync(path: Path) -> None:
+    """Returns when a file, or the names in a directory, are on the disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def read_lines(

@@ -203,6 +203,28 @@ async def test_a_disk_that_is_full_at_the_end_of_a_batch_leaves_no_duplicate_fil
         assert sorted(path.name for path in (tmp_path / "files").iterdir()) == sorted(files)
 
 
+async def test_files_are_on_the_disk_before_the_lines_whose_answers_they_have_are_deleted(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a crash of the host could leave a completed batch with an empty output file."""
+    synced: list[tuple[int, int]] = []  # the bytes of each file, and the lines that its batch still has
+
+    async with served(tmp_path, Echo(), text_model) as (client, both):
+        fsync = os.fsync
+
+        def recorded(opened: int) -> None:
+            fsync(opened)
+            if os.path.isfile(f"/proc/self/fd/{opened}"):
+                (lines,) = both.store._db.execute("select count(*) from lines").fetchone()
+                synced.append((os.fstat(opened).st_size, lines))
+
+        monkeypatch.setattr(os, "fsync", recorded)
+        batch = await ended(client, (await submit(client, *(line(f"r{i}") for i in range(5)))).id)
+        output = await client.files.retrieve(batch.output_file_id)
+    (_, before), (size, at_end) = synced  # the upload, and the output
+    assert (before, size, at_end) == (0, output.bytes, 5)
+
+
 def test_calls_of_the_runner_may_be_repeated(tmp_path: Path) -> None:
     """A call that timed out is repeated, although it may have completed."""
     store = BatchStore(str(tmp_path), 1 << 20)
