@@ -164,6 +164,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
                 response = self._response(request, oip.outputs_of(made, answers, submissions[0].n), final=True)
                 await send(pb.ModelStreamInferResponse(infer_response=response))
             else:
+                oip.check_pieces(len(submissions), submissions[0].n)
                 made = replace(made, with_prompt=False)
                 left = len(submissions) * submissions[0].n
                 async with aclosing(self._deltas(submissions)) as deltas:

@@ -19,7 +19,7 @@ from coordinator.http.errors import json_response
 from coordinator.http.generation import ADAPTER, GenerationResponse, owned, time_limit_s
 from coordinator.http.guard import CLIENT, IGNORED
 from coordinator.http.openapi import ROUTE, add_route
-from coordinator.inference.model import Generation, generation, submissions_of, text_generation
+from coordinator.inference.model import Generation, check_pieces, generation, submissions_of, text_generation
 from coordinator.inference.render import InferRender, WholeAnswer
 from coordinator.inference.schema import InferBody, infer_response, parse_generate, parse_infer
 from coordinator.inference.served import CountingPipeline, ServedModel
@@ -142,5 +142,7 @@ class InferenceRoutes:
         request.scope[IGNORED] = names = more.union(ignored)
         self.pipeline.ignored(request.scope[ROUTE], names)
         submissions = [owned(each, request) for each in submissions]
+        if events:
+            check_pieces(len(submissions), submissions[0].n)
         render = InferRender(name, request_id, made, submissions[0].n, answer)
         return GenerationResponse(self.measured, submissions, render, stream=events)

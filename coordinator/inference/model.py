@@ -147,6 +147,14 @@ def outputs_of(made: Generation, answers: Sequence[Delta], n: int) -> list[Tenso
     return [Tensor(name, dict(OUTPUTS)[name], (len(answers),), tuple(columns[name])) for name in made.outputs]
 
 
+def check_pieces(prompts: int, n: int) -> None:
+    """Raises InvalidRequest if the pieces of a stream could not be told apart: they name neither text nor choice."""
+    if prompts > 1:
+        raise InvalidRequest(f"the pieces of a stream are of one text, not of {prompts}", param="text_input")
+    if n > 1:
+        raise InvalidRequest(f"the pieces of a stream are of one choice, not of {n}", param="n")
+
+
 def piece_of(made: Generation, delta: Delta) -> list[Tensor]:
     """Returns the output tensors of one piece of a stream. Counts are of the piece, except in the last one."""
     usage, last = delta.usage, delta.finish_reason is not None

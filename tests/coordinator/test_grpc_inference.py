@@ -90,6 +90,7 @@ async def test_a_stream_yields_pieces_and_errors_without_ending(text_model: Text
         yield asked(text("a"), stream, id="first")
         await generator.until(finished=1)
         yield asked(text("a"), Tensor("top_p", "FP32", (1,), (7.0,)), id="wrong")
+        yield asked(text("a", "b"), stream, id="two")
         yield asked(text("a"), Tensor("stream", "BOOL", (1,), (False,)), id="whole")
 
     async with served(generator, text_model) as client:
@@ -104,6 +105,7 @@ async def test_a_stream_yields_pieces_and_errors_without_ending(text_model: Text
         assert finals == [False, False, True]
         (wrong,) = by_id["wrong"]
         assert "top_p" in wrong.error_message and wrong.infer_response.parameters["triton_final_response"].bool_param
+        assert "the pieces of a stream are of one text, not of 2" in by_id["two"][0].error_message
         (whole,) = by_id["whole"]
         assert outputs(whole.infer_response) == {"text_output": ("a one two three",)}
 

@@ -114,6 +114,7 @@ async def test_generate_and_its_stream(client: httpx.AsyncClient) -> None:
         ("/infer", {"inputs": [tensor("text_input", "BYTES", "a"), tensor("stream", "BOOL", True)]}, 400, "stream"),
         ("/infer", {"inputs": [tensor("text_input", "BYTES", "a"), tensor("top_p", "FP32", 7)]}, 400, "top_p"),
         ("/generate", {"text_input": "a", "stream": True}, 400, "generate_stream"),
+        ("/generate_stream", {"text_input": "a", "n": 2}, 400, "the pieces of a stream are of one choice, not of 2"),
         ("/generate", {"text_input": "a", "temperatur": 0}, 400, "temperature"),
         ("/generate", {}, 400, "text_input"),
         ("/versions/2/generate", {"text_input": "a"}, 404, "version"),
