@@ -104,14 +104,15 @@ class HarmonyParser(Parser):
         return self._state == self._body and self._give == self._emit_reasoning
 
     def _begin(self) -> bool:
-        """Detects messages, or text that a grammar forced."""
+        """Detects messages, or text that a grammar forced. The prompt ends with the role, which a tool's name may
+        follow."""
         if not self._pending:
             return False
-        heads = ("<|channel|>", "<|start|>")
+        heads = ("<|channel|>", "<|start|>", " to=")
         if any(head.startswith(self._pending[: len(head)]) for head in heads):
             if not self._pending.startswith(heads):
                 return False
-            return self._go(self._between)
+            return self._go(self._head if self._pending.startswith(" to=") else self._between)
         return self._go(self._as_text)
 
     def _between(self) -> bool:

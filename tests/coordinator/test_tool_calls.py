@@ -287,6 +287,12 @@ def test_llama_json_with_a_name_is_a_call_only_if_the_function_exists() -> None:
         assert parse("llama3", ['{"name": "f", ', '"parameters": {}}'])[2] == [("f", "{}")]
 
 
+def test_a_tool_named_behind_the_role_is_called_in_harmony_format() -> None:
+    text = ' to=functions.f<|channel|>commentary json<|message|>{"a":1}<|call|>'
+    for pieces in ([text], text):
+        assert parse("harmony", pieces) == ("", "", [("f", '{"a":1}')])
+
+
 def test_text_forced_by_a_grammar_is_content_in_harmony_format() -> None:
     for pieces in (['{"a": 1}'], '{"a": 1}'):
         assert parse("harmony", pieces) == ('{"a": 1}', "", [])
