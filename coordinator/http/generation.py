@@ -297,9 +297,9 @@ class GenerationResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _deltas(self, scope: Scope) -> AsyncGenerator[Delta, None]:
+        writer = scope.get(WRITER) if self._stream else None
+        self._quiet = _Quiet(writer)
         if len(self._submissions) == 1:
-            writer = scope.get(WRITER) if self._stream else None
-            self._quiet = _Quiet(writer)
             sink = None if writer is None else _Stream(self._render, self._counted, writer, self._quiet)
             return self._generator.generate(self._submissions[0], sink)
         return generate_all(self._generator, self._submissions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -48,14 +49,15 @@ async def test_a_stream_that_waits_for_its_first_token_is_kept_alive(app: Starle
     assert texts == ["", "Hello", " world"]
 
 
+@pytest.mark.parametrize("prompt", [[1, 2], [[1, 2], [3]]], ids=["one prompt", "two"])
 async def test_a_pause_between_two_tokens_is_kept_alive_and_a_token_is_not(
-    app: Starlette, generator: FakeGenerator
+    prompt: list[Any], app: Starlette, generator: FakeGenerator
 ) -> None:
     again = asyncio.Event()
     generator.script = [*reply("Hello", " world")[:1], again, *reply("x")]
     async with running(app) as server, httpx.AsyncClient(timeout=30.0) as client:
         url = "http://{}:{}/v1/completions".format(*server.address)
-        async with client.stream("POST", url, json={"prompt": [1, 2], "stream": True}) as answer:
+        async with client.stream("POST", url, json={"prompt": prompt, "stream": True}) as answer:
             blocks = [block async for block in _blocks(answer, again)]
     at = blocks.index(": keep-alive")
     assert at > 0 and blocks[0].startswith("data: {") and blocks[-1] == "data: [DONE]"
