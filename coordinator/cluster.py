@@ -39,6 +39,7 @@ from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from baton.runtime.cluster_token import FLAG, check_token
 from coordinator.policy.adapters import Adapter, AdapterTable
 from coordinator.policy.choice import Action, AssignTargets, Choice, KVParked, Notify, Rescheduled, Send, StartPrefill
+from coordinator.policy.codes import NO_WORKER
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
 from coordinator.policy.quotas import ANONYMOUS, Client
@@ -147,7 +148,7 @@ class Cluster:
             BatonError: its name is taken, or a worker cannot load it, with that worker's reason; then none keeps it.
         """
         if (role := self.requests.dispatcher.missing_role()) is not None:
-            raise Unavailable(f"no {role} worker is ready", code=f"no_{role}_worker", retry_after_s=2)
+            raise Unavailable(f"no {role} worker is ready", code=NO_WORKER[role], retry_after_s=2)
         self.adapters.load(adapter, replace=replace)
         digest, deadline, added = adapter.source.digest, time.monotonic() + LOAD_ADAPTER_S, False
         try:

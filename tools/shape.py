@@ -23,14 +23,15 @@ from itertools import chain
 from pathlib import Path
 
 from baton.core.codes import ErrorCode
+from coordinator.policy.codes import PlacementCode
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("baton", "batches", "prefill", "decode", "coordinator", "launch")
 WORKERS = ("baton/", "prefill/", "decode/")
 GENERATED = "baton/v1/"
 LONG = 600
-CODES_FILE = "baton/core/codes.py"
-CODES = {code.value for code in ErrorCode}
+CODES_FILES = ("baton/core/codes.py", "coordinator/policy/codes.py")
+CODES = {code.value for code in (*ErrorCode, *PlacementCode)}
 OTHER_MEANINGS = {"draining", "aborted"}  # a worker's state in `/workers` and a finish reason
 ONLY_CODES = CODES - OTHER_MEANINGS
 FILLERS = {
@@ -155,9 +156,9 @@ def code_lines(source: str) -> int:
 
 
 def bare_codes(path: str, tree: ast.Module) -> list[int]:
-    """Lines of a file with an error code between tiers as a string instead of a member of `ErrorCode`: any string that
-    equals one, except words with other meanings; one that is compared with a `code`; and in the workers every `code=`,
-    where mypy would accept a misspelt one."""
+    """Lines of a file with an error code as a string instead of a member of `ErrorCode` (between tiers) or
+    `PlacementCode`: any string that equals one, except words with other meanings; one that is compared with a `code`;
+    and in the workers every `code=`, where mypy would accept a misspelt one."""
     lines = set()
     for node in nodes(tree, ast.Compare, ast.keyword, ast.Constant):
         if isinstance(node, ast.Compare) and any(_is_code(side) for side in (node.left, *node.comparators)):
@@ -220,7 +221,7 @@ def figures() -> dict[str, object]:
     lines = {path: len(source.splitlines()) for path, source in sources.items()}
     code = {path: code_lines(source) for path, source in sources.items()}
     filler_names = {path: fillers(tree) for path, tree in files.items()}
-    codes = [f"{path}:{n}" for path, tree in files.items() if path != CODES_FILE for n in bare_codes(path, tree)]
+    codes = [f"{path}:{n}" for path, tree in files.items() if path not in CODES_FILES for n in bare_codes(path, tree)]
     functions = {
         f"{path}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path, tree in files.items()

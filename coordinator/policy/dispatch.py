@@ -30,6 +30,7 @@ from baton.core.errors import ContextLengthExceeded, InvariantError, QuotaExceed
 from baton.core.events import PromptCost
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
+from coordinator.policy.codes import NO_WORKER, PlacementCode
 from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.overtaking import Closed, Lack
@@ -41,7 +42,6 @@ from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerClass, WorkerTable, continues
 
 MAX_OVERTAKEN = 64  # choices that wait for room in one class while later ones use another
-NO_ADAPTER = "adapter_not_loaded"
 
 
 class Pick(NamedTuple):
@@ -170,7 +170,7 @@ class Dispatcher:
         prompt_tokens = choice.request.num_prefill_tokens
         if prompt_tokens > self._max_tokens:  # a retry cannot succeed
             message = f"the prompt has {prompt_tokens} tokens; at most {self._max_tokens} may wait"
-            raise ContextLengthExceeded(message, code="exceeds_queue", param="prompt")
+            raise ContextLengthExceeded(message, code=PlacementCode.EXCEEDS_QUEUE, param="prompt")
         self.check_room(choice.request.tenant, choices, prompt_tokens)
         unservable = self.unservable(choice)
         if unservable is not None and unservable[1] == ErrorCode.EXCEEDS_POOL:  # anything else may change
@@ -225,7 +225,7 @@ class Dispatcher:
             self.refused += choices
             message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.6g} s away"
             retry_after_s = max(1.0, min(wait_s - limit_s, MAX_RETRY_S))
-            raise Unavailable(message, code="would_exceed_deadline", retry_after_s=retry_after_s)
+            raise Unavailable(message, code=PlacementCode.WOULD_EXCEED_DEADLINE, retry_after_s=retry_after_s)
 
     def _long_tokens(self) -> float:
         """Returns how many tokens a prompt has at most that none of the present classes lets others go past."""
@@ -543,16 +543,17 @@ class Dispatcher:
         for each in self._workers.classes:
             missing = [pool.role for pool in self._pools(choice, each) if not pool.capacity()]
             if not missing and before is None:
-                return "no revision that gets requests (`baton traffic`) has workers of both roles", "no_prefill_worker"
+                message = "no revision that gets requests (`baton traffic`) has workers of both roles"
+                return message, PlacementCode.NO_PREFILL_WORKER
             if not missing and before is not None and (facts := each.facts) is not None:
                 differs = continues(before, facts)
                 field = f" ({differs.field} differs)" if differs is not None else ""
-                return f"no worker is left that can continue its output{field}", "no_prefill_worker"
+                return f"no worker is left that can continue its output{field}", PlacementCode.NO_PREFILL_WORKER
             roles += missing
         role = roles[0] if roles else "prefill" if self.split == "always" else "decode"
         elsewhere = any(pool.role == role and pool.capacity() for each in self._workers.classes for pool in each.pools)
         apart = " in the revision and domain of the others" if elsewhere else ""
-        return f"no {role} worker is left{apart}", f"no_{role}_worker"
+        return f"no {role} worker is left{apart}", NO_WORKER[role]
 
     def _too_small(self, choice: Choice, each: WorkerClass) -> tuple[str, str] | None:
         """Returns why the workers of a class can never serve a choice, with an error code; None if they can."""
@@ -561,9 +562,9 @@ class Dispatcher:
             tokens = request.num_prefill_tokens if pool.role == "prefill" else request.max_kv_tokens
             role, limit = pool.role, pool.capacity(request.adapter)
             if not limit and pool.capacity():
-                return f"no {role} worker has the request's adapter", NO_ADAPTER
+                return f"no {role} worker has the request's adapter", PlacementCode.ADAPTER_NOT_LOADED
             if not limit:
-                return f"no {role} worker is left", f"no_{role}_worker"
+                return f"no {role} worker is left", NO_WORKER[role]
             if tokens > limit:
                 return (
                     f"the request needs KV for {tokens} tokens; the largest {role} worker holds {limit}",

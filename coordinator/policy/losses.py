@@ -20,6 +20,7 @@ from baton.core.errors import BatonError, Unavailable, WorkerLost
 from baton.core.events import StepEvents
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import Choice, LostWorker
+from coordinator.policy.codes import PlacementCode
 
 ALONE_DEATHS = 2
 """One could be a kill from outside that coincides with its step."""
@@ -90,6 +91,6 @@ class Losses:
                 message = (
                     f"{why}; it failed before with at most one new token, and so do too many requests to try it again"
                 )
-                return Unavailable(message, code="retry_budget_exhausted", retry_after_s=retry_after_s)
+                return Unavailable(message, code=PlacementCode.RETRY_BUDGET_EXHAUSTED, retry_after_s=retry_after_s)
             choice.tokens_at_failure = tokens
         return None
