@@ -34,6 +34,10 @@ RANK_HEARTBEAT_S = 1.0
 RANK_SILENCE_S = 4.0
 LOADING_SILENCE_S = 60.0
 """While a model is loaded, the control thread may be blocked for a while: one large tensor is read in one call."""
+RANK_SEND_LIMIT_S = 4.0
+"""A rank whose connection accepts no data for this long is lost."""
+RANK_SUM_LIMIT_S = 20.0
+"""A sum or gather over ranks: the heartbeats of a rank that does not take part may continue."""
 
 # 6. The agent, for each rank that it started.
 AGENT_HEARTBEAT_S = 1.0

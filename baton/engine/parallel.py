@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError, RankLost, StartupError
+from baton.core.liveness import RANK_SUM_LIMIT_S
 from baton.core.ranks import STORE_VARIABLE, Ranks
 from baton.core.reshard import even_share, local_heads
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from baton.engine.kernels.symmetric_sum import SymmetricMemory
 
 CONNECT_TIMEOUT_S = 60.0
-OPERATION_TIMEOUT_S = 20.0
 _LARGE_SUM = 1 << 16  # elements from which saved bytes outweigh a second exchange
 LOAD_TIMEOUT_S = 600.0
 """How long a rank may be behind the others while all are loading."""
@@ -90,32 +90,32 @@ class TPGroup:
             return symmetric_sum(partial.contiguous(), self.memory, large)
         if large:
             return self._all_reduce_by_shares(partial)
-        return _sum_by_rank(self._all_gather(partial, "all-reduce", OPERATION_TIMEOUT_S))
+        return _sum_by_rank(self._all_gather(partial, "all-reduce", RANK_SUM_LIMIT_S))
 
     def gather(self, shard: Tensor) -> Tensor | None:
         """Concatenates shards [..., n] in rank order: [..., size * n] on the leader; None on its followers."""
         if self.size == 1:
             return shard
-        options = _options("GatherOptions", OPERATION_TIMEOUT_S, rootRank=0)
+        options = _options("GatherOptions", RANK_SUM_LIMIT_S, rootRank=0)
         shard = shard.contiguous()
         gathered = shard.new_empty((self.size, *shard.shape)) if self.leads else None
         outputs = [] if gathered is None else [list(gathered.unbind())]
-        self._run("gather", lambda: self._group.gather(outputs, [shard], options), OPERATION_TIMEOUT_S)
+        self._run("gather", lambda: self._group.gather(outputs, [shard], options), RANK_SUM_LIMIT_S)
         return None if gathered is None else torch.cat(gathered.unbind(), dim=-1)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Concatenates shards [..., n] in rank order, on every rank: [..., size * n]."""
         if self.size == 1:
             return shard
-        return torch.cat(self._all_gather(shard, "all-gather", OPERATION_TIMEOUT_S).unbind(), dim=-1)
+        return torch.cat(self._all_gather(shard, "all-gather", RANK_SUM_LIMIT_S).unbind(), dim=-1)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Returns the leader's tensor on every rank; followers pass a tensor of its shape, which is overwritten."""
         if self.size == 1:
             return tensor
-        options = _options("BroadcastOptions", OPERATION_TIMEOUT_S, rootRank=0, rootTensor=0)
+        options = _options("BroadcastOptions", RANK_SUM_LIMIT_S, rootRank=0, rootTensor=0)
         tensor = tensor.contiguous()
-        self._run("broadcast", lambda: self._group.broadcast([tensor], options), OPERATION_TIMEOUT_S)
+        self._run("broadcast", lambda: self._group.broadcast([tensor], options), RANK_SUM_LIMIT_S)
         return tensor
 
     def minimum(self, value: int, operation: str) -> int:
@@ -130,16 +130,16 @@ class TPGroup:
 
     def _all_reduce_by_shares(self, partial: Tensor) -> Tensor:
         """Same bits with fewer bytes and one more exchange: each rank sums a share, then all gather the shares."""
-        options = _options("AllToAllOptions", OPERATION_TIMEOUT_S)
+        options = _options("AllToAllOptions", RANK_SUM_LIMIT_S)
         count = partial.numel()
         share = -(-count // self.size)
         sent = partial.reshape(-1)
         if count % self.size:
             sent = torch.nn.functional.pad(sent, (0, self.size * share - count))
         received = torch.empty_like(sent)
-        self._run("all-reduce", lambda: self._group.alltoall_base(received, sent, [], [], options), OPERATION_TIMEOUT_S)
+        self._run("all-reduce", lambda: self._group.alltoall_base(received, sent, [], [], options), RANK_SUM_LIMIT_S)
         mine = _sum_by_rank(received.view(self.size, share))
-        return self._all_gather(mine, "all-reduce", OPERATION_TIMEOUT_S).view(-1)[:count].view(partial.shape)
+        return self._all_gather(mine, "all-reduce", RANK_SUM_LIMIT_S).view(-1)[:count].view(partial.shape)
 
     def _all_gather(self, tensor: Tensor, operation: str, timeout_s: float) -> Tensor:
         """The tensors of all ranks: [size, *shape]."""

@@ -17,6 +17,7 @@ import time
 from typing import Any, Protocol
 
 from baton.core.errors import RankLost, StartupError
+from baton.core.liveness import RANK_SEND_LIMIT_S
 from baton.runtime.frames import FrameError, FrameReader, Hello, RankHeartbeat, encode
 
 log = logging.getLogger("baton.worker")
@@ -27,7 +28,6 @@ MEET_TIMEOUT_S = 600.0
 _NOTICE_S = 5.0
 _HELLO_TIMEOUT_S = 1.0
 _HELLO_BYTES = 1024
-_SEND_TIMEOUT_S = 4.0
 _READ_BYTES = 1 << 18
 _KEY = "lockstep"
 ACCEPTED = encode(RankHeartbeat(0))
@@ -54,7 +54,7 @@ class RankPeer:
         self._reader = FrameReader()
         self._sending = threading.Lock()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(_SEND_TIMEOUT_S)
+        sock.settimeout(RANK_SEND_LIMIT_S)
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class RankPeer:
         return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
-        """Raises RankLost when the connection is broken or does not accept the data within _SEND_TIMEOUT_S."""
+        """Raises RankLost when the connection is broken or does not accept the data within RANK_SEND_LIMIT_S."""
         try:
             with self._sending:
                 self._socket.sendall(data)
@@ -97,7 +97,7 @@ class RankPeer:
             answer += self._some(len(ACCEPTED) - len(answer))
         if answer != ACCEPTED:
             raise RankLost(f"{self.name} sent an unexpected reply")
-        self._socket.settimeout(_SEND_TIMEOUT_S)
+        self._socket.settimeout(RANK_SEND_LIMIT_S)
 
     def _some(self, max_bytes: int) -> bytes:
         """Receives at least one byte. Raises RankLost."""
@@ -177,7 +177,7 @@ def dial_leader(store: Store, rank: int) -> RankPeer:
     """Connects to the leader. Raises StartupError if there is none or it does not reply."""
     try:
         token, host, port = store.get(_KEY).decode().split()
-        sock = socket.create_connection((host, int(port)), timeout=_SEND_TIMEOUT_S)
+        sock = socket.create_connection((host, int(port)), timeout=RANK_SEND_LIMIT_S)
     except (OSError, RuntimeError, ValueError) as error:
         raise StartupError(f"rank {rank} cannot connect to the leader: {str(error).splitlines()[0]}") from None
     leader = RankPeer(sock, 0)

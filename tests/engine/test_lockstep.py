@@ -389,7 +389,7 @@ def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_follower_that_does_not_read_is_lost(connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_peer, "_SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(rank_peer, "RANK_SEND_LIMIT_S", 0.2)
     made = connect()
     stuck = threading.Event()
     made.followers[0].set_order_handler(lambda order: stuck.wait(10.0) and None)

@@ -104,7 +104,7 @@ def test_two_threads_on_one_group_raise_an_invariant_error(group: Group) -> None
 
 
 def test_all_reduce_times_out_when_other_ranks_do_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "OPERATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(parallel, "RANK_SUM_LIMIT_S", 0.3)
     store = EdgeStore("127.0.0.1")
     group = Group(store.port, 1)
     started = time.monotonic()
