@@ -170,6 +170,7 @@ def parse_config(config: Mapping[str, Any], model_impl: str = "auto") -> AnyConf
         for fields in (_POSITIONS, _WIDTHS)
     )
     _dtype(config)
+    rope_parameters(config)  # refuses two that contradict each other
     quantization = config.get("quantization_config")
     return GeneralConfig(
         vocab_size=vocab_size,
@@ -186,7 +187,7 @@ def why_not_own(config: Mapping[str, Any]) -> str | None:
     if _architecture(config) is None:
         name = (config.get("architectures") or [config.get("model_type")])[0]
         return f"config.json: architectures {name!r:.60} is not supported (only {', '.join(_BY_MODEL_TYPE.values())})"
-    rope = _rope(config)
+    rope = rope_parameters(config)
     if config.get("hidden_act", "silu") != "silu":
         return f"config.json: hidden_act must be silu, not {config['hidden_act']!r:.60}"
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -221,7 +222,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         raise StartupError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
-    rope = _rope(config)
+    rope = rope_parameters(config)
     max_positions = _int(config, "max_position_embeddings", high=1 << 27)
     biased = _bool(config, "attention_bias")
     quantization = config.get("quantization_config", config.get("compression_config"))
@@ -302,16 +303,26 @@ def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> in
     return head_dim
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `rope_parameters` or the older `rope_scaling`, whichever is set, or an empty mapping."""
+def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns `rope_parameters` or the older `rope_scaling`, empty without either. If a config has both, as one that
+    transformers 5 wrote and a user then extended in the older way, the scaling completes parameters that have none.
+    Raises StartupError if they contradict each other."""
+    given = []
     for field in ("rope_parameters", "rope_scaling"):
         rope = config.get(field)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
+        if rope is not None and not isinstance(rope, dict):
             raise StartupError(f"config.json: {field} must be an object")
-        return rope
-    return {}
+        if rope:
+            given.append(rope)
+    if len(given) < 2:
+        return given[0] if given else {}
+    parameters, scaling = ({"rope_type": rope.get("type", "default")} | rope for rope in given)
+    if parameters["rope_type"] == "default":
+        del parameters["rope_type"]
+    by_layer = any(isinstance(value, dict) for value in parameters.values())
+    if by_layer or any(scaling.get(key, value) != value for key, value in parameters.items() if key != "type"):
+        raise StartupError("config.json: rope_parameters and rope_scaling are both set, and contradict each other")
+    return parameters | scaling
 
 
 def _llama3(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | None:

@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 
 from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import DTYPE_BYTES, DType
+from baton.core.model_config import parse_config_json, rope_parameters
 from baton.engine.attention import FastAttention, Reach, Scores
 from baton.engine.attention_calls import AttentionCall, MaskFunction, Recorded, Recorder
 from baton.engine.attention_native import NativeAttention
@@ -36,6 +37,7 @@ from baton.engine.gguf_files import read_index
 from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool
 from baton.engine.parallel import TPGroup
+from baton.engine.safetensors_files import read_small
 from baton.engine.transformers_attention import Place, may_store
 from baton.engine.transformers_exact import ExactProducts
 from baton.engine.transformers_experts import NAME as EXPERTS
@@ -522,6 +524,11 @@ def _read_config(model_dir: Path, longest: int) -> Any:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         config.__dict__.pop("quantization_config", None)  # read by transformers_mxfp4.py
         text = config.get_text_config()
+        written = parse_config_json(read_small(model_dir / "config.json"))
+        if written.get("rope_parameters") and written.get("rope_scaling"):
+            # transformers takes the second alone, and with it its own default of a rope_theta that only the first has.
+            text.rope_parameters = dict(rope_parameters(written))
+            text.standardize_rope_params()
         rope = getattr(text, "rope_parameters", None) or {}
         for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
             if parameters.get("rope_type") == "longrope":

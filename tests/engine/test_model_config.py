@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 
 from baton.core.errors import StartupError
 from baton.core.model_config import GeneralConfig, Llama3Rope, parse_config, parse_config_json, parse_model_config
+from baton.engine.layers import inverse_frequencies
 from tests.support.checkpoints import EOS_ID, Arch, Shape, make_config
 
 RERANKER: dict[str, Any] = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+OLD_LLAMA3 = {"type" if key == "rope_type" else key: value for key, value in LLAMA3.items()}
 RERANKER |= {"is_original_qwen3_reranker": True}
 
 
@@ -49,6 +55,9 @@ def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1"),
         ({"rope_parameters": []}, "rope_parameters must be an object"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters and rope_scaling are both set, and"),
+        ({"rope_parameters": {}, "rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' is not"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"eos_token_id": 320}, "eos_token_id 320 is not a token id below 320"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id '2' is not a token id"),
@@ -83,6 +92,46 @@ def test_old_and_new_config_formats_give_the_same_model_config() -> None:
     assert old == parse_model_config(make_config("llama", Shape()))
     assert old.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
     assert old.torch_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("given", "as_in_transformers"),
+    [
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_scaling": LLAMA3}, False),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": LLAMA3 | {"rope_theta": 5e5}}, True),
+        ({"rope_parameters": {"type": "default"}, "rope_scaling": LLAMA3, "rope_theta": 5e5}, True),
+        ({"rope_parameters": LLAMA3, "rope_scaling": LLAMA3, "rope_theta": 5e5}, True),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": {}}, True),
+        ({"rope_parameters": {}, "rope_scaling": OLD_LLAMA3, "rope_theta": 5e5}, True),
+    ],
+    ids=str,
+)
+def test_rope_scaling_completes_rope_parameters(given: dict[str, Any], as_in_transformers: bool) -> None:
+    """transformers ignores rope_parameters beside rope_scaling, also a rope_theta that is only there."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    fields = config() | {"rope_parameters": None} | given
+    parsed = parse_model_config(fields)
+    assert (parsed.rope_theta, parsed.rope_scaling) == (5e5, Llama3Rope(8.0, 1.0, 4.0, 64))
+    oracle, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**copy.deepcopy(fields)), "cpu")
+    assert torch.allclose(inverse_frequencies(parsed), oracle) is as_in_transformers
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 4.0}},
+        {"rope_parameters": LLAMA3, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LLAMA3 | {"rope_theta": 1e4}},
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}, "rope_scaling": LLAMA3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "XForCausalLM"])
+def test_rope_settings_that_contradict_each_other_are_refused(given: dict[str, Any], architecture: str) -> None:
+    with pytest.raises(StartupError, match="rope_parameters and rope_scaling are both set, and contradict"):
+        parse_config(config(architectures=[architecture], **given))
 
 
 def test_architectures_differ_in_biases_qk_norm_and_rope_scaling() -> None:

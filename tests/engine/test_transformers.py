@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import StartupError
+from baton.core.model_config import GeneralConfig
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine import loading, transformers_path
@@ -20,6 +22,7 @@ from baton.engine.attention_calls import reach_of
 from baton.engine.checkpoint import read_model_config
 from baton.engine.kernels.build import processor_levels
 from baton.engine.memory import unread_sizes
+from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.transformers_models import SERVED, generated, make_transformers_checkpoint
 
@@ -90,6 +93,19 @@ def test_what_pages_of_kv_cannot_serve_is_refused_by_name(
     path = make_transformers_checkpoint(tmp_path / kind, kind, **changes)
     with pytest.raises(StartupError, match=f"{kind}: not served: .*{reason}"):
         tiny_runner(path)
+
+
+def test_scaling_added_beside_rope_parameters_keeps_their_theta(tmp_path: Path) -> None:
+    """transformers itself would take its default of 10,000."""
+    from baton.engine import transformers_model
+
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    directory = make_checkpoint(tmp_path, "qwen3", num_layers=1)
+    fields = json.loads((directory / "config.json").read_text())
+    fields |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": added}
+    (directory / "config.json").write_text(json.dumps(fields))
+    assert isinstance(read_model_config(directory), GeneralConfig)
+    assert transformers_model._read_config(directory, 64).rope_parameters == added | {"rope_theta": 1e6}
 
 
 def test_longrope_is_served_up_to_the_length_of_one_set_of_frequencies(tmp_path: Path) -> None:
