@@ -23,7 +23,7 @@ from baton.engine.device_stream import to_device
 
 LINES = 64
 Change = tuple[int, int, int]
-"""(line, first, end): entries [first, end) of a line have been written."""
+"""(line, first, end): entries of [first, end) of a line have been written, and none outside."""
 _NO_SEQUENCE = SequenceId("")
 
 
@@ -47,7 +47,9 @@ class BlockTables:
         self._free = list(range(lines - 1, -1, -1))
         self._to_free: list[int] = []  # in the next step
         self._step = 0
-        self._changes: list[Change] | None = None  # that a mirror has not taken yet; None without a mirror
+        # By line, the range that a mirror has not taken yet: bounded, however many steps it has no part in. None
+        # without a mirror.
+        self._changes: dict[int, tuple[int, int]] | None = None
 
     def place(self, rows: Sequence[Row]) -> list[int]:
         """Returns the line of each row, which then has its block table.
@@ -75,12 +77,12 @@ class BlockTables:
 
     def record_changes(self) -> None:
         """Makes `take_changes` available."""
-        self._changes = []
+        self._changes = {}
 
     def take_changes(self) -> list[Change]:
-        """Returns what was written since the last call."""
-        changes, self._changes = self._changes or [], []
-        return changes
+        """Returns one range for each line that was written since the last call, but no additional lines."""
+        changes, self._changes = self._changes or {}, {}
+        return [(line, first, end) for line, (first, end) in changes.items()]
 
     def _update(self, line: _Line, row: Row, needed: int) -> _Line:
         known, blocks = line.block_ids, row.block_ids
@@ -98,9 +100,11 @@ class BlockTables:
             if min(added) < 0 or max(added) > self._num_blocks:  # that number itself is the null block
                 line.block_ids = ()
                 raise InvariantError(f"{row.sequence_id}: block id outside the pool of {self._num_blocks}")
-            self.array[line.number, common : common + len(added)] = added
-            if self._changes is not None:
-                self._changes.append((line.number, common, common + len(added)))
+            end = common + len(added)
+            self.array[line.number, common:end] = added
+            if self._changes is not None and line.number < self.lines:
+                first, last = self._changes.get(line.number, (common, end))
+                self._changes[line.number] = min(first, common), max(last, end)
         line.block_ids = blocks
         return line
 
@@ -142,7 +146,7 @@ class BlockTablesMirror:
 
     def update(self) -> None:
         """Enqueues what has changed since the last call, in one copy. Does not wait."""
-        changes = [change for change in self._tables.take_changes() if change[0] < self.spare_line]
+        changes = self._tables.take_changes()
         if not changes:
             return
         width, flat = self._tables.width, self._tables.array.reshape(-1)

@@ -109,6 +109,19 @@ def test_step_writes_only_new_blocks_whatever_the_context() -> None:
     assert tables.take_changes() == [], "an ended sequence does not move the others"
 
 
+def test_what_a_mirror_has_not_taken_is_bounded_however_many_steps_it_has_no_part_in() -> None:
+    """No step is captured as long as every batch has an adapter."""
+    tables, rows = BlockTables(WIDTH, BLOCKS, 4), Rows(1)
+    mirror = BlockTablesMirror(tables, SPARE, CPU)
+    for _ in range(500):
+        tables.place(rows.next(9))
+        assert len(tables._changes or ()) <= tables.lines
+    placed = tables.place(some := [row("last", (1, 2, 3)), row("one", (4,))])
+    mirror.update()
+    for line, each in zip(placed, some, strict=True):
+        assert mirror.table[line, : len(each.block_ids)].tolist() == list(each.block_ids)
+
+
 def test_batches_share_tables_and_a_refused_plan_leaves_them_valid() -> None:
     limits = RowLimits(block_size=4, num_blocks=50, vocab_size=100, max_model_len=40)
     tables = limits.new_tables()
