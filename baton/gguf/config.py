@@ -68,6 +68,12 @@ def config_json(metadata: Metadata, names: Sequence[str], rope_factors: Sequence
     for key, neutral in (("expert_count", 0), ("attention.sliding_window", 0), ("rope.scaling.type", "none")):
         if of(key, int, str, default=neutral) != neutral:
             raise StartupError(f"{kind}.{key} {of(key, int, str)!r:.60} is not supported")
+    if of("rope.scaling.type", str, default="") != "none":  # without a type llama.cpp scales linearly
+        for key in ("rope.scaling.factor", "rope.scale_linear"):
+            if of(key, float, int, default=0) not in (0, 1):
+                raise StartupError(f"{kind}.{key} {of(key, float, int)!r:.60} is not supported")
+    if not metadata.get(f"{kind}.attention.causal", True):
+        raise StartupError(f"{kind}.attention.causal false is not supported")
     hidden, heads = of("embedding_length", int), of("attention.head_count", int)
     head_dim = of("attention.key_length", int, default=hidden // max(heads, 1))
     if of("attention.value_length", int, default=head_dim) != head_dim:

@@ -200,6 +200,9 @@ def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path)
     [
         ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type 'yarn' is not supported"),
+        ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor 4.0 is not supported"),
+        ({"llama.rope.scale_linear": 2.0}, "llama.rope.scale_linear 2.0 is not supported"),
+        ({"llama.attention.causal": False}, "llama.attention.causal false is not supported"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.context_length": "long"}, "llama.context_length must be int"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count must be the head size, 16"),
@@ -237,6 +240,20 @@ def test_what_is_not_supported_is_refused_by_its_key(
     with pytest.raises(StartupError, match=message) as refused:
         checkpoint_directory(file)
     assert refused.value.message.startswith("m.gguf: ") and "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"llama.rope.scaling.factor": 1.0, "llama.rope.scale_linear": 0.0, "llama.attention.causal": True},
+        {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
+    ],
+    ids=str,
+)
+def test_settings_without_effect_are_accepted(
+    source: Callable[..., Path], tmp_path: Path, extra: dict[str, object]
+) -> None:
+    assert checkpoint_directory(write_gguf(source(), tmp_path / "m.gguf", extra=extra)).is_dir()
 
 
 def test_other_architectures_tensors_and_types_are_refused_by_name(source: Callable[..., Path], tmp_path: Path) -> None:
