@@ -18,12 +18,12 @@ MAX_LENGTH = 4096
 MAX_DEPTH = 50
 """Groups within each other."""
 MAX_STEPS = 2_000_000
-"""Positions at which parts of the expressions of one config are tried, altogether."""
+"""Positions at which parts of the expressions of one adapter's config are tried, altogether."""
 
 _OPERATORS = re.compile(r"[*+?{(|]")
 _CHARACTER = re.compile(r"\\[^0-9A-Za-z]|\\[dDsSwWbBAZ]|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\\\[]", re.DOTALL)
 _REPETITION = re.compile(r"(?:([*+?])|\{(\d+)\}|\{(\d*),(\d*)\})(\+?)\??")
-_GROUP = re.compile(r"\((?:\?(?::|P<\w+>))?(?!\?)")
+_GROUP = re.compile(r"\((?:\?(?:[:=!]|P<\w+>))?(?!\?)")
 
 
 class PatternError(Exception):
@@ -31,10 +31,10 @@ class PatternError(Exception):
 
 
 class Steps:
-    """The steps that matching has taken, of `MAX_STEPS`."""
+    """The steps that matching has taken, of `limit`."""
 
-    def __init__(self) -> None:
-        self.taken = 0
+    def __init__(self, limit: int = MAX_STEPS) -> None:
+        self.taken, self.limit = 0, limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,20 @@ class _Repetition:
     high: int | None
 
 
-_Part = re.Pattern[str] | _Sequence | _Choice | _Repetition
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    part: _Part
+    matches: bool
+
+
+_Part = re.Pattern[str] | _Sequence | _Choice | _Repetition | _Ahead
 
 
 class NamePattern:
     """The expression `text` of `key`; expressions that share `steps` share their limit.
 
-    Raises PatternError if it is no regular expression, is too long, or has parts whose result depends on more than the
-    position (references to groups, conditions, look-around) or that change the meaning of others (flags).
+    Raises PatternError if it is no regular expression, is too long, or has parts whose result depends on more than what
+    follows a position (references to groups, conditions, look-behind) or that change the meaning of others (flags).
     """
 
     def __init__(self, key: str, text: str, steps: Steps) -> None:
@@ -81,6 +87,10 @@ class NamePattern:
         """Whether it matches the whole name. Raises PatternError if the steps do not suffice."""
         return self._matches(name, {0})
 
+    def matches_beginning(self, name: str) -> bool:
+        """Whether it matches the beginning of a name. Raises PatternError if the steps do not suffice."""
+        return bool(self._ends(self._pattern, name, {0}))
+
     def matches_end(self, name: str) -> bool:
         """Whether it matches the whole name, or all of it after one of its dots. Raises PatternError if the steps do
         not suffice."""
@@ -99,6 +109,8 @@ class NamePattern:
             return {match.end() for start in starts if (match := part.match(name, start))}
         if isinstance(part, _Choice):
             return set().union(*(self._ends(each, name, starts) for each in part.parts))
+        if isinstance(part, _Ahead):
+            return {start for start in starts if bool(self._ends(part.part, name, {start})) is part.matches}
         if isinstance(part, _Repetition):
             return self._repeated(part, name, starts)
         for each in part.parts:
@@ -111,20 +123,20 @@ class NamePattern:
         # A turn that ends where it began may be left out or added, so beyond one turn for each character and one more
         # the number of turns makes no difference.
         low = min(repetition.low, len(name) + 1)
-        reached, latest = (starts if low == 0 else set()), starts
+        reached, latest = set(starts if low == 0 else ()), starts
         for turn in itertools.count(1) if repetition.high is None else range(1, repetition.high + 1):
             latest = self._ends(repetition.part, name, latest)
             if turn >= low:
                 latest = latest - reached
-                reached = reached | latest
+                reached |= latest
             if not latest:
                 break
         return reached
 
     def _take(self, steps: int) -> None:
         self._steps.taken += steps
-        if self._steps.taken > MAX_STEPS:
-            raise PatternError(f"{self._name} is too costly: it and those before it take more than {MAX_STEPS:,} steps")
+        if self._steps.taken > (limit := self._steps.limit):
+            raise PatternError(f"{self._name} is too costly: it and those before it take more than {limit:,} steps")
 
 
 class _Unsupported(Exception):
@@ -153,14 +165,14 @@ class _Parser:
     def _one(self) -> _Part:
         if self._text[self._at] != "(":
             return re.compile(self._take(_CHARACTER))
-        self._take(_GROUP)
+        opened = self._take(_GROUP)
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _Unsupported(f"more than {MAX_DEPTH} groups within each other")
         part = self.alternatives()
         self._depth -= 1
         self._at += 1  # the closing bracket: `re` has checked that there is one
-        return part
+        return _Ahead(part, opened == "(?=") if opened in ("(?=", "(?!") else part
 
     def _repetition(self, part: _Part) -> _Part:
         given = _REPETITION.match(self._text, self._at)

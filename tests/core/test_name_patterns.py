@@ -18,7 +18,7 @@ SIGNS = st.sampled_from(["*", "+", "?", "*?", "+?", "??", "{2}", "{1,}", "{,2}",
 
 
 def grouped(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    group = st.builds("{}{})".format, st.sampled_from(["(", "(?:"]), parts)
+    group = st.builds("{}{})".format, st.sampled_from(["(", "(?:", "(?=", "(?!"]), parts)
     return st.one_of(
         st.builds("{}{}".format, parts, parts),
         st.builds("{}|{}".format, parts, parts),
@@ -36,6 +36,7 @@ NAMES = st.text("ab.0", max_size=6)
 def test_a_pattern_matches_what_re_matches(text: str, name: str) -> None:
     pattern = NamePattern("target_modules", text, Steps())
     assert pattern.matches(name) == (re.fullmatch(text, name) is not None)
+    assert pattern.matches_beginning(name) == (re.match(text, name) is not None)
     assert pattern.matches_end(name) == (re.match(rf"(.*\.)?({text})$", name) is not None)
 
 
@@ -49,6 +50,8 @@ def test_a_pattern_matches_what_re_matches(text: str, name: str) -> None:
         ),
         (r"^model\.layers\.(?P<layer>1[0-5])\..*_proj$", True),
         (r"model\.layers\.\d\..*", False),
+        (r"(?!.*(?:vision|lm_head)).*\.q_proj", True),
+        (r"(?!.*self_attn).*", False),
         (r"(\w+\.?)*", True),
     ],
 )
@@ -84,7 +87,7 @@ def test_the_patterns_of_one_config_share_their_steps() -> None:
         ("(" * 100_000, f"has more than {MAX_LENGTH:,} characters"),
         ("(" * (MAX_DEPTH + 1) + ")" * (MAX_DEPTH + 1), f"has more than {MAX_DEPTH} groups within each other"),
         (r"(a)\1", r"has .* at 3, which is not supported here"),
-        ("(?=q)q_proj", r"has '\(\?=' at 0, which is not supported here"),
+        ("(?<=q)_proj", r"has '\(\?<' at 0, which is not supported here"),
         ("(?i)Q_PROJ", r"has '\(\?i' at 0, which"),
         ("a*+b", r"has '\*\+' at 1, which"),
         (r"\x61+", r"has .* at 0, which"),
