@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.core.errors import StartupError
+from baton.core.name_patterns import NamePattern, PatternError, Steps
 
 Storage = Literal["gptq", "awq", "packed", "plain"]
 _FIELD = "config.json: quantization_config"
 _METHODS = ("gptq", "awq", "fp8", "compressed-tensors")
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_MAX_PATTERN_CHARS = 200
+_MAX_STEPS = 10_000_000
+"""To match the expressions of a config with all modules: published ones take about 100 for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +51,39 @@ class QuantizationConfig:
     method: str
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignored: tuple[str, ...] = ()
+    _patterns: Mapping[str, NamePattern] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        steps, listed = Steps(_MAX_STEPS), [self.ignored, *(targets for targets, _ in self.schemes)]
+        patterns = {
+            name: NamePattern(_FIELD, name[3:], steps) for names in listed for name in names if name.startswith("re:")
+        }
+        object.__setattr__(self, "_patterns", patterns)
 
     def ignores(self, module: str) -> bool:
-        return any(_matches(target, module) for target in self.ignored)
+        """Raises StartupError for expressions that take too many steps."""
+        return any(self._matches(target, module) for target in self.ignored)
 
     def scheme(self, module: str) -> Scheme | None:
         """Returns how the weight of a linear layer is stored, None if it is not quantised. Names and expressions come
-        before "Linear"."""
+        before "Linear". Raises StartupError as `ignores` does."""
         if self.ignores(module):
             return None
         for targets, scheme in self.schemes:
-            if any(_matches(target, module) for target in targets):
+            if any(self._matches(target, module) for target in targets):
                 return scheme
         return next((scheme for targets, scheme in self.schemes if "Linear" in targets), None)
+
+    def _matches(self, target: str, module: str) -> bool:
+        """Whether `target` names the module, one that it is in, or the end of its name; or, after "re:", matches its
+        beginning (as in compressed-tensors and GPTQModel)."""
+        pattern = self._patterns.get(target)
+        if pattern is None:
+            return f".{target}." in f".{module}."
+        try:
+            return pattern.matches_beginning(module)
+        except PatternError as error:
+            raise StartupError(str(error)) from None
 
 
 def parse_quantization_config(config: object) -> QuantizationConfig:
@@ -133,10 +155,10 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationConfig:
 
 def _compressed(config: Mapping[str, Any]) -> QuantizationConfig:
     _one_of(config, "quantization_status", ("compressed",), "compressed")
-    for field, fine in (("sparsity_config", ("dense", None)), ("transform_config", ())):
-        value = config.get(field)
+    for setting, fine in (("sparsity_config", ("dense", None)), ("transform_config", ())):
+        value = config.get(setting)
         if value and not (isinstance(value, Mapping) and value.get("format") in fine):
-            raise StartupError(f"{_FIELD}.{field} is not supported")
+            raise StartupError(f"{_FIELD}.{setting} is not supported")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise StartupError(f"{_FIELD}.config_groups is missing or empty")
@@ -221,17 +243,7 @@ def _checked(path: str, values: object) -> tuple[str, ...]:
     for value in values:
         if value.startswith("re:"):
             try:
-                if len(value) > _MAX_PATTERN_CHARS:
-                    raise re.error(f"longer than {_MAX_PATTERN_CHARS} characters")
-                re.compile(value[3:])
-            except re.error as error:
-                raise StartupError(f"{_FIELD}.{path}: {value!r:.60} is no regular expression: {error}") from None
+                NamePattern(f"{_FIELD}.{path}", value[3:], Steps())
+            except PatternError as error:
+                raise StartupError(str(error)) from None
     return tuple(values)
-
-
-def _matches(target: str, module: str) -> bool:
-    """Whether `target` names the module, one that it is in, or the end of its name; or, after "re:", matches its
-    beginning (as in compressed-tensors and GPTQModel)."""
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return f".{target}." in f".{module}."

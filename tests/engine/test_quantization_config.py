@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton.core import quantization_config
 from baton.core.errors import StartupError
 from baton.core.quantization_config import Scheme, parse_quantization_config
 from tests.support.quantized import compressed
@@ -74,6 +75,44 @@ def test_layers_that_gptqmodel_leaves_out_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        (".*lm_head", [5]),
+        (".*mlp.*", [0, 1, 2, 3, 4]),
+        (r"^model\.layers\.(?:[0-6])\.", [0, 1, 3]),
+        ("model.layers.[0-9]+.mlp.up_proj$", [0, 4]),
+        (r".*mlp\.(gate|up|gate_up)_proj.*", [0, 4]),
+        (r"model\.layers\.([2-9]\d*|[1-9]\d+)\..*", [2, 4]),
+        (r"^(?!.*(?:mlp)).*$", [5]),
+        (r"^(?!.*\.(?:down)_proj).*", [0, 4, 5]),
+    ],
+)
+def test_expressions_as_programs_that_quantise_write_them(pattern: str, matched: list[int]) -> None:
+    parsed = parse_quantization_config(packed() | {"ignore": [f"re:{pattern}"]})
+    assert [n for n, name in enumerate(NAMES) if parsed.ignores(name)] == matched
+
+
+@pytest.mark.parametrize("field", ["ignore", "targets", "dynamic"])
+def test_an_expression_that_backtracks_without_end_takes_few_steps(field: str) -> None:
+    costly, config = r"([\w.]+)+!", packed()
+    if field == "dynamic":
+        config = GPTQ | {"dynamic": {f"-:{costly}": {}}}
+    elif field == "ignore":
+        config["ignore"] = [f"re:{costly}"]
+    else:
+        config["config_groups"]["group_1"] = {"targets": [f"re:{costly}"], "weights": {"num_bits": 8}}
+    scheme = parse_quantization_config(config).scheme("model.layers.0.self_attn.q_proj")
+    assert scheme is not None and scheme.bits == 4
+
+
+def test_expressions_that_take_too_many_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization_config, "_MAX_STEPS", 10_000)
+    parsed = parse_quantization_config(packed() | {"ignore": ["re:" + "(" * 6 + ".?" + "){40}" * 6 + "!"]})
+    with pytest.raises(StartupError, match=r"^config.json: quantization_config: '.*' is too costly: .* 10,000 steps"):
+        parsed.ignores("model.layers.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ([], "quantization_config must be an object"),
@@ -90,8 +129,9 @@ def test_layers_that_gptqmodel_leaves_out_are_ignored() -> None:
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported (only gemm)"),
         (AWQ | {"zero_point": False}, "zero_point False is not supported"),
         (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names"),
-        (AWQ | {"modules_to_not_convert": ["re:("]}, "modules_to_not_convert: 're:(' is no regular expression"),
-        (AWQ | {"modules_to_not_convert": ["re:" + "a" * 300]}, "longer than 200 characters"),
+        (AWQ | {"modules_to_not_convert": ["re:("]}, "modules_to_not_convert: '(' is no regular expression"),
+        (AWQ | {"modules_to_not_convert": ["re:" + "a" * 5000]}, "has more than 4,096 characters"),
+        (GPTQ | {"dynamic": {"-:(?<!x)a": {}}}, "dynamic: '(?<!x)a' has '(?<' at 0, which is not supported"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported (only e4m3)"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size must be two sizes of a block, not [128]"),
         (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size must be two sizes"),
