@@ -1,15 +1,15 @@
 """Admission and routing: which request goes to which pair of workers, and when.
 
-The coordinator holds the queue (late dispatch): a prefill worker has a backlog of at most two step budgets of tokens,
+The coordinator has the queue (late dispatch): a prefill worker has a backlog of at most two step budgets of tokens,
 or one longer prompt, and beside either those of other tenants as far as they have turns within two steps, so queued
 requests can still go to any worker. A request is dispatched when a prefill worker has room and a decode worker
 has blocks for its prompt and an output of expected length, beyond the expected growth of its own sequences, and at most
-slightly more sequences than it runs at once. The decode worker must also be able to hold the whole output of the
+slightly more sequences than it runs at once. The decode worker must also have blocks for the whole output of the
 request alone, so every accepted request can finish. The order is that of policy.fair_queue: by priority, rescheduled
 choices before others, then the tenants in turns. The head of the queue waits for blocks and is not overtaken by a
 request that can use the same workers, so short requests cannot starve a long one; other tenants go past a prompt of
 more than two steps that waits for a prefill worker, within its fair turn (policy.overtaking). A request that no present
-worker can hold is skipped, and one that waits blocks none that other classes of workers may serve.
+worker has the blocks for is skipped, and one that waits blocks none that other classes of workers may serve.
 
 A request goes to the workers of one class (`coordinator.policy.workers`): of those that may serve it, to the one whose
 smaller side has the most room, in requests of its size. A decode worker may compute a prompt itself (policy.split); it
@@ -397,15 +397,16 @@ class Dispatcher:
         return sorted(classes, key=room, reverse=True)
 
     def _count_running(self, choice: Choice, sign: int) -> None:
-        """Counts a choice that goes to workers (1) or returns (-1). A key at its `max_running` is held."""
+        """Counts a choice that goes to workers (1) or returns (-1). A key at its `max_running` is
+        excluded."""
         client, limit = choice.client, choice.client.limits.max_running
         choice.counts_as_running = sign > 0
         self._running[client.key] += sign
         self.running[client.tenant] += sign
         if limit and self._running[client.key] >= limit:
-            self._queue.hold(client.key)
+            self._queue.exclude(client.key)
         elif limit:
-            self._queue.release(client.key)
+            self._queue.include(client.key)
 
     def reassign(self, choice: Choice) -> bool:
         """Names new decode workers for parked KV, in the class of its prefill worker; returns False if none has room

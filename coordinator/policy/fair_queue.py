@@ -4,12 +4,12 @@ Lower `priority` goes first. Within one, choices that ran before and were resche
 has been charged, and their clients are in the middle of an answer. Then the tenants take turns by their virtual
 counters, each priority with counters of its own, so that what is served at one earns no debt at another; the choices of
 one tenant go by age, and so do those of all tenants with credit: in turns, the second of two would wait for all that
-arrive meanwhile, and the slowest would take longer. Those of a held key (one that has reached its `max_running`) do not
-wait for workers, and so do not take part.
+arrive meanwhile, and the slowest would take longer. Those of an excluded key (one at its `max_running`) do not wait for
+workers, and so do not take part.
 
 The counters (baton.core.virtual_counters) are those of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
 2024): service is `INPUT_WEIGHT` for each prompt token that is computed and `OUTPUT_WEIGHT` for each token generated. No
-tenant is held back while nobody else waits: the order is work-conserving.
+tenant has to wait while nobody else does: the order is work-conserving.
 
 For two tenants that wait during a whole interval, the difference of the service that they receive in it is at most 2
 max(INPUT_WEIGHT L, OUTPUT_WEIGHT M), for prompts of at most L tokens and M tokens that fit on the decode workers
@@ -45,15 +45,15 @@ class _Level:
     tokens: Counter[Lane] = field(default_factory=Counter)
     """Prompt tokens in each lane."""
 
-    def open(self, held: Collection[str]) -> set[str]:
+    def open(self, excluded: Collection[str]) -> set[str]:
         """Returns the tenants with a choice that waits for workers."""
-        return {tenant for tenant, key in self.lanes if key not in held and key != _RESUMED[1]}
+        return {tenant for tenant, key in self.lanes if key not in excluded and key != _RESUMED[1]}
 
 
 class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # by priority
-        self._held: set[str] = set()
+        self._excluded: set[str] = set()
         self._submitted = self.tokens = 0
         self.size = 0
         """All choices that wait."""
@@ -93,22 +93,22 @@ class FairQueue:
             self._leave(level, lane)
         self._count(choice, -1)
 
-    def hold(self, key: str) -> None:
-        """Excludes the choices of a key until `release`, except those that ran before."""
-        if key in self._held:
+    def exclude(self, key: str) -> None:
+        """Excludes the choices of a key until `include`, except those that ran before."""
+        if key in self._excluded:
             return
-        self._held.add(key)
+        self._excluded.add(key)
         for level in self._levels.values():
             for lane in [lane for lane in level.lanes if lane[1] == key]:
                 self._leave(level, lane)
 
-    def release(self, key: str) -> None:
-        if key not in self._held:
+    def include(self, key: str) -> None:
+        if key not in self._excluded:
             return
         for level in self._levels.values():
             for lane in [lane for lane in level.lanes if lane[1] == key]:
-                self._enter(level, lane, held=False)
-        self._held.discard(key)
+                self._enter(level, lane, excluded=False)
+        self._excluded.discard(key)
 
     def in_turn(self, behind: Collection[str] = ()) -> Iterator[Choice]:
         """Yields the choices that wait for workers in their order. The caller may remove and charge a choice before it
@@ -129,13 +129,13 @@ class FairQueue:
         `long_tokens` tokens that it may go past (policy.overtaking). More go before one with a higher value."""
         own = self._levels.get(priority) or _Level()
         before: float = sum(sum(level.tokens.values()) for value, level in self._levels.items() if value < priority)
-        counters, open_tenants = own.counters, own.open(self._held)
+        counters, open_tenants = own.counters, own.open(self._excluded)
         at = counters.of(tenant) if tenant in open_tenants else counters.after_idle(tenant, open_tenants)
         mine = sum(tokens for lane, tokens in own.tokens.items() if lane[0] == tenant and lane is not _RESUMED)
         for lane, entries in own.lanes.items():
             if lane is _RESUMED or lane[0] == tenant:
                 before += own.tokens[lane]
-            elif lane[1] not in self._held:
+            elif lane[1] not in self._excluded:
                 max_tokens = max(0.0, at + mine / weight - counters.of(lane[0]))
                 before += min(max_tokens, _tokens_until(entries, max_tokens, long_tokens))
         return before
@@ -168,14 +168,14 @@ class FairQueue:
         lane = _RESUMED if choice.prompt_charged else (choice.request.tenant, choice.client.key)
         return self._level(choice.request.priority), lane
 
-    def _enter(self, level: _Level, lane: Lane, *, held: bool | None = None) -> None:
+    def _enter(self, level: _Level, lane: Lane, *, excluded: bool | None = None) -> None:
         """Lifts the counter of a tenant that begins to wait with this lane."""
-        held = lane[1] in self._held if held is None else held
-        if lane is not _RESUMED and not held and lane[0] not in (waiting := level.open(self._held)):
+        excluded = lane[1] in self._excluded if excluded is None else excluded
+        if lane is not _RESUMED and not excluded and lane[0] not in (waiting := level.open(self._excluded)):
             level.counters.enter(lane[0], waiting)
 
     def _leave(self, level: _Level, lane: Lane) -> None:
-        if lane is not _RESUMED and lane[0] not in level.open(self._held):
+        if lane is not _RESUMED and lane[0] not in level.open(self._excluded):
             level.counters.leave(lane[0])
 
     def _next(self, level: _Level, passed: Mapping[Lane, int], behind: Collection[str]) -> Choice | None:
@@ -183,7 +183,7 @@ class FairQueue:
         best: tuple[tuple[float, bool, int], QueuePosition, Choice] | None = None
         for lane, entries in level.lanes.items():
             over = passed.get(lane, 0)
-            if over < len(entries) and lane[1] not in self._held:
+            if over < len(entries) and lane[1] not in self._excluded:
                 if lane is _RESUMED:
                     return entries[over][1]
                 if lane[0] in behind:

@@ -1,8 +1,8 @@
 """Which worker of a pool a choice would go to. Pure.
 
 The chosen prefill worker is the one that would compute the prompt first: it has the fewest tokens to compute, counting
-its backlog and the part of this prompt that it has not cached. The chosen decode worker is the one that holds the
-longest prefix, unless more than PREFIX_SLACK more sequences run there than on the emptiest one.
+its backlog and the part of this prompt that it has not cached. The chosen decode worker is the one that has cached
+the longest prefix, unless more than PREFIX_SLACK more sequences run there than on the emptiest one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _COMPARED = 8
 
 def tokens_to_compute(worker: Worker, choice: Choice) -> int:
     """Returns how many tokens of a prompt the worker has to compute: at least the last one."""
-    held = worker.cached.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
-    return max(1, choice.request.num_prefill_tokens - held)
+    cached = worker.cached.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
+    return max(1, choice.request.num_prefill_tokens - cached)
 
 
 def pick_prefill(choice: Choice, pool: Pool, room: int | None = None) -> WithTokens | None:
@@ -33,10 +33,10 @@ def pick_prefill(choice: Choice, pool: Pool, room: int | None = None) -> WithTok
     tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
     best: tuple[int, int, int] | None = None
     worker: Worker | None
-    for held, among in itertools.chain(pool.holders(choice.prefix), ((0, ALL),)):
-        need = max(1, tokens - held)
+    for cached, among in itertools.chain(pool.with_prefix(choice.prefix), ((0, ALL),)):
+        need = max(1, tokens - cached)
         if best is not None and best[0] < need:
-            break  # workers that hold less have more to compute, even without a backlog
+            break  # workers that have cached less have more to compute, even without a backlog
         least = dict.fromkeys(pool.block_sizes, need if room is None else room)
         if (worker := next(pool.by_rank(tokens, least, adapter, among), None)) is not None:
             score = worker.backlog_tokens + need, worker.rank, need
@@ -48,11 +48,11 @@ def pick_prefill(choice: Choice, pool: Pool, room: int | None = None) -> WithTok
 
 
 def pick_by_turn(choice: Choice, pool: Pool, total: int, room: Mapping[int, int]) -> WithTokens | None:
-    """Returns the worker, of some with the least to do and some that hold the longest prefix, that accepts the
+    """Returns the worker, of some with the least to do and some that have the longest prefix, that accepts the
     prompt and would compute it first, in the turns of the tenants there."""
     tenant, adapter = choice.request.tenant, choice.request.adapter
     workers = list(itertools.islice(pool.by_rank(total, room, adapter), _COMPARED))
-    for _, among in itertools.islice(pool.holders(choice.prefix), 1):
+    for _, among in itertools.islice(pool.with_prefix(choice.prefix), 1):
         workers += itertools.islice(pool.by_rank(total, room, adapter, among), _COMPARED)
     computing = [w for w in workers if w.role == "prefill" or w.computes_prompts]
     tokens_at = {w: tokens_to_compute(w, choice) for w in computing}
@@ -61,7 +61,7 @@ def pick_by_turn(choice: Choice, pool: Pool, total: int, room: Mapping[int, int]
 
 
 def pick_decode(choice: Choice, pool: Pool, room: Mapping[int, int]) -> tuple[Worker, ...]:
-    """Returns the worker with room that holds the longest prefix and is not much fuller than others, and a spare if
+    """Returns the worker with room that has the longest prefix and is not much fuller than others, and a spare if
     there is one; nothing if no worker has room."""
     request = choice.request
     total, adapter = request.max_kv_tokens, request.adapter
@@ -71,7 +71,7 @@ def pick_decode(choice: Choice, pool: Pool, room: Mapping[int, int]) -> tuple[Wo
         return ()
     much_fuller = first.running + PREFIX_SLACK + 1 << RUNNING_SHIFT
     chosen: list[Worker] = []
-    for _, among in pool.holders(choice.prefix):
+    for _, among in pool.with_prefix(choice.prefix):
         for worker in pool.by_rank(total, room, adapter, among):
             if len(chosen) > 1 or worker.rank >= much_fuller:
                 break

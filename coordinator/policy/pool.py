@@ -3,7 +3,7 @@
 Each worker keeps the state that decides about placements as two plain values: `room`, how much more it can accept, and
 `rank`, the order of preference among suitable workers. Both are derived from its state, its load and what is placed on
 it. A pool keeps the ranks sorted, so that a placement usually compares the first few workers and not all of them. An
-index of block hints finds the workers that hold a prefix without asking each one.
+index of block hints finds the workers that have cached a prefix without asking each one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Prefix = Mapping[int, tuple[bytes, ...]]
 
 
 class CachedIndex:
-    """Finds the workers that hold a block, by its hint."""
+    """Finds the workers that have cached a block, by its hint."""
 
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}  # one bit for each worker that holds the block
@@ -55,11 +55,11 @@ class CachedIndex:
         else:
             self._masks.pop(hint, None)
 
-    def holders(self, prefix: tuple[bytes, ...]) -> list[tuple[int, int]]:
-        """Returns (blocks, mask of the workers that hold exactly that many of the first blocks), the longest first."""
+    def with_prefix(self, prefix: tuple[bytes, ...]) -> list[tuple[int, int]]:
+        """Returns (blocks, mask of the workers that have exactly that many of the first blocks), the longest first."""
         holders, so_far = [], 0
         for count, known in enumerate(map(self._masks.get, prefix)):
-            if known == so_far:  # nearly always: workers that hold a prefix hold all of it
+            if known == so_far:  # nearly always: workers that have a prefix have all of it
                 continue
             mask = known or 0
             if count:
@@ -103,7 +103,7 @@ class CachedBlocks:
         self._hints.clear()
 
     def count(self, prefix: tuple[bytes, ...]) -> int:
-        """Returns how many leading blocks of `prefix` (hints in order) the worker holds."""
+        """Returns how many leading blocks of `prefix` (hints in order) the worker has cached."""
         for count, hint in enumerate(prefix):
             if hint not in self._hints:
                 return count
@@ -163,13 +163,13 @@ class Worker(Member):
         self.computes_prompts = join.computes_prompts
         self.step_tokens = max(join.step_tokens, 1)
         window, longest = Window.of(join.facts.layout), join.facts.max_model_len
-        held = window.max_tokens(join.blocks_total, STEPS_AHEAD * self.step_tokens)
+        fits = window.max_tokens(join.blocks_total, STEPS_AHEAD * self.step_tokens)
         self._full, self._sliding = window.full, window.sliding
         self._columns_at_once = window.columns_at_once(STEPS_AHEAD * self.step_tokens)
         self.blocks_of_column = window.groups
-        self.max_tokens = min(longest, held)
+        self.max_tokens = min(longest, fits)
         """Tokens whose KV an idle worker can hold for one sequence."""
-        self.max_model_len = min(longest, held + 1)
+        self.max_model_len = min(longest, fits + 1)
         """Tokens of the longest prompt and output together: the last token needs no KV."""
         running = join.max_running
         self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
@@ -458,17 +458,17 @@ class Pool:
         if self._ranks != sorted(worker.rank for worker in self.workers):
             raise InvariantError(f"{self.role} workers: the sorted ranks are not theirs")
 
-    def holders(self, prefix: Prefix) -> Iterator[tuple[int, int]]:
-        """Yields (tokens, mask of the slots whose workers hold exactly that many of the prefix), the longest first.
+    def with_prefix(self, prefix: Prefix) -> Iterator[tuple[int, int]]:
+        """Yields (tokens, mask of the slots whose workers have exactly that many of the prefix), the longest first.
         Blocks of different sizes have different hints."""
         if len(self.block_sizes) == 1:
             (size,) = self.block_sizes
-            for blocks, mask in self.index.holders(prefix.get(size, ())):
+            for blocks, mask in self.index.with_prefix(prefix.get(size, ())):
                 yield blocks * size, mask
             return
         by_tokens: Counter[int] = Counter()
         for size in self.block_sizes & set(prefix):
-            for blocks, mask in self.index.holders(prefix[size]):
+            for blocks, mask in self.index.with_prefix(prefix[size]):
                 by_tokens[blocks * size] |= mask
         yield from sorted(by_tokens.items(), reverse=True)
 

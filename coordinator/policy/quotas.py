@@ -99,7 +99,7 @@ class _Bucket:
         self.at = now
 
     def wait_s(self, required: float) -> float:
-        """Returns the seconds until the bucket holds `required`; 0 if it does."""
+        """Returns the seconds until `required` is in the bucket; 0 if it is."""
         return max(0.0, (required - self.level) / self.rate)
 
 

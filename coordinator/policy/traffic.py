@@ -30,7 +30,7 @@ UNNAMED = "-"  # what commands call workers without a revision
 KEPT_PROMPTS = 20_000
 BLOCK_TOKENS = 16
 MAX_PREFIX_TOKENS = 4096
-"""Hashing a longer prompt would hold the event loop for milliseconds: its place follows from all of it."""
+"""Hashing a longer prompt would block the event loop for milliseconds: its place follows from all of it."""
 
 
 class Traffic:

@@ -2,7 +2,7 @@
 routing state in pool.py. A lost worker's entry stays in `/workers` for KEEP_LOST_S.
 
 A lease belongs to the session between worker and coordinator, renewed by each message. A worker whose lease has ended
-is fenced: its messages are refused until it joins again. While a worker holds its lease, an older incarnation of its
+is fenced: its messages are refused until it joins again. While a worker has its lease, an older incarnation of its
 name is refused, and while its session is open, a newer one too, unless that asks to replace it, as a supervisor does at
 a restart. Incarnations are timestamps: after a clock was set back, a lost worker's successor may have a lower one.
 

@@ -1,4 +1,4 @@
-"""The order of waiting choices: fair between tenants within a proven bound, by priority, without those of held keys."""
+"""The order of waiting choices: fair between tenants within a proven bound, by priority; excluded keys are left out."""
 
 from __future__ import annotations
 
@@ -281,27 +281,27 @@ def test_a_key_at_its_limit_of_running_choices_waits_and_others_go() -> None:
     d.check()
 
 
-def test_a_tenant_whose_key_was_held_earns_no_credit(credit: Callable[[int, int], None]) -> None:
+def test_a_tenant_whose_key_was_excluded_earns_no_credit(credit: Callable[[int, int], None]) -> None:
     credit(0, 0)
     queue = FairQueue()
-    queue.hold("a")
+    queue.exclude("a")
     for number in range(4):
         queue.add(of("a", number))
         queue.add(of("b", number))
         queue.add(of("c", number))
     assert order(queue, 6) == ["b0", "c0", "b1", "c1", "b2", "c2"]
-    queue.release("a")
+    queue.include("a")
     assert order(queue, 3) == ["a0", "b3", "c3"]
     queue.check([*queue])
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_removal_of_the_last_choice_of_a_tenant_keeps_the_counts(held: bool) -> None:
+@pytest.mark.parametrize("excluded", [False, True])
+def test_removal_of_the_last_choice_of_a_tenant_keeps_the_counts(excluded: bool) -> None:
     queue = FairQueue()
     choice = of("a", 0)
     queue.add(choice)
-    if held:
-        queue.hold("a")
+    if excluded:
+        queue.exclude("a")
     queue.remove(choice)
     queue.remove(choice)
     queue.check([])
@@ -428,7 +428,7 @@ def test_what_goes_before_a_choice_follows_from_the_counters(credit: Callable[[i
     later = of("b", 2)
     later.request = replace(later.request, priority=3)
     assert ahead(queue, later) == 20 + 4 + 50
-    queue.hold("c")
+    queue.exclude("c")
     assert ahead(queue, of("a", 9)) == 20 + 4
 
 
