@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,9 @@ from sim.faults import KINDS
 from sim.seeds import Mode, run_seed
 
 CHUNK = 100
-SHORT, LONG = 1000, 10_000
-CHUNKS = [
-    pytest.param(first, marks=[] if first <= SHORT else [pytest.mark.long]) for first in range(1, LONG + 1, CHUNK)
-]
+LONG = 10_000
+SHORT: dict[Mode, range] = {"safety": range(501, 1001), "liveness": range(1, 501)}
+"""The seeds of `make test`, 1,000 in all: with both of those below 1,001 that have shown a bug of the product."""
 HAPPENS = (
     "messages lost",
     "streams broken",
@@ -25,6 +25,13 @@ HAPPENS = (
     "flip",
     "flips done",
 )
+
+
+def chunks(mode: Mode) -> Any:
+    """The decorator of a test of all seeds, by the first of each CHUNK."""
+    firsts = range(1, LONG + 1, CHUNK)
+    marks = {first: [] if first in SHORT[mode] else [pytest.mark.long] for first in firsts}
+    return pytest.mark.parametrize("first", [pytest.param(first, marks=marks[first]) for first in firsts])
 
 
 def check_seeds(first: int, mode: Mode) -> None:

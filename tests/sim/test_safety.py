@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.sim.seed_runs import CHUNKS, check_seeds
+from tests.sim.seed_runs import check_seeds, chunks
 
 
-@pytest.mark.parametrize("first", CHUNKS)
+@chunks("safety")
 def test_safety(first: int) -> None:
     check_seeds(first, "safety")
