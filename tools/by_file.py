@@ -20,7 +20,7 @@ _MANY_MODULES = 200
 _CLUSTERS_END, _LONG_END = 0.9, 0.7
 """The shares of all files after which no cluster, and no long file, is left to run: a long file at the end would run
 alone."""
-_LONG = (  # over 20 s of processor time, or that wait as long beside other tests, of those outside tests/cluster; the
+_LONG = (  # over 20 s of processor time, or that wait long and would run last, of those outside tests/cluster; the
     # first one compiles kernels for others, too
     "tests/engine/test_kernels_attention.py",
     "tests/engine/test_load_memory.py",
@@ -34,6 +34,8 @@ _LONG = (  # over 20 s of processor time, or that wait as long beside other test
     "tests/launch/test_torchrun.py",
     "tests/tools/test_by_file.py",
     "tests/tools/test_processor_time.py",
+    "tests/transfer/test_cycle.py",
+    "tests/transfer/test_stopped_store.py",
 )
 
 
