@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from coordinator.http.body import INLINE_BYTES, BodyParser
 from coordinator.openai import schema as openai_schema
 from coordinator.openai import validation
 from coordinator.openai.responses import ResponsesBody
+from tests.support.called_in_child import hang, pid_of
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 HANG_S = 10.0
@@ -248,8 +249,9 @@ def child_of_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_body, "start_child", partial(start_child, nice=0))
 
 
-def pid_of(body: bytes) -> int:
-    return os.getpid()
+def parser_without_schemas() -> BodyParser:
+    """For tests of its child, which starts in a third of the time."""
+    return BodyParser(lambda: start_child(import_module, "json", nice=0))
 
 
 def refuse(body: bytes) -> None:
@@ -295,7 +297,7 @@ def test_a_child_imports_the_schemas_before_the_first_body() -> None:
 
 
 async def test_a_child_that_is_killed_is_replaced() -> None:
-    parser = BodyParser()
+    parser = parser_without_schemas()
     child = await parser.parse(pid_of, LARGE)
     os.kill(child, signal.SIGKILL)
     with pytest.raises(Unavailable, match="crashed or timed out"):
@@ -304,13 +306,9 @@ async def test_a_child_that_is_killed_is_replaced() -> None:
     assert await parser.parse(pid_of, LARGE) not in (child, os.getpid())
 
 
-def hang(body: bytes) -> None:
-    time.sleep(HANG_S)
-
-
 async def test_a_child_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_body, "PARSE_S", HANG_S)
-    parser = BodyParser()
+    parser = parser_without_schemas()
     child = await parser.parse(pid_of, LARGE)
     monkeypatch.setattr(http_body, "PARSE_S", 0.2)
     hanging = asyncio.create_task(parser.parse(hang, LARGE))
@@ -325,7 +323,7 @@ async def test_a_child_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_closing_the_parser_ends_the_child_process() -> None:
-    parser = BodyParser()
+    parser = parser_without_schemas()
     child = await parser.parse(pid_of, LARGE)
     parser.close()
     await until_exited(child)
@@ -343,9 +341,9 @@ def test_child_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, sys, threading\n"
         "from coordinator.http.body import BodyParser, INLINE_BYTES\n"
-        "import tests.coordinator.test_http_body as here\n"
+        "from tests.support.called_in_child import hang\n"
         "threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), 9)).start()\n"
-        "asyncio.run(BodyParser().parse(here.hang, here.LARGE))\n"
+        "asyncio.run(BodyParser().parse(hang, bytes(INLINE_BYTES + 1)))\n"
     )
     script = tmp_path / "parent.py"
     script.write_text(
