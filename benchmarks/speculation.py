@@ -224,7 +224,7 @@ def main() -> None:
         force_acceptance=arguments.force_acceptance,
         max_running=64,
     )
-    with_draft_tokens, engine = prepare(config, runner)
+    with_draft_tokens, engine = prepare(config, runner, None).speculation(config, runner)
     texts = prompts(resolve_model("builtin"), 64, min(runner.model_config.vocab_size, 4096))
     gained, costs = [], []
     for (name, sampling), clients in product(SAMPLINGS.items(), arguments.clients):
