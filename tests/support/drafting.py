@@ -19,7 +19,7 @@ from decode.speculation.step_cost import StepModel
 from sim.cluster import LAYERS
 
 PROMPT = 160
-_RIGHT, _WRONG = 7, 8
+_RIGHT, _WRONG, _END = 7, 8, 9
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,11 @@ def serve(
     length: int | None = None,
     model: StepModel | None = None,
     seed: int = 1,
+    max_tokens: int = 0,
 ) -> SimResult:
     """Serves `streams` in order, `clients` at a time. With `length` None the policy chooses the draft length; 0 means
-    no draft; another number is the draft length in every step. Time in which nothing decodes is not counted."""
+    no draft; another number is the draft length in every step. Requests allow `max_tokens` tokens, by default as many
+    as their stream has; an answer ends with its stream. Time in which nothing decodes is not counted."""
     layout = KVLayout(16, LAYERS)
     model = model or prices.model()
     drafts = ModelDrafts(layout, clients * 64, 4096) if length != 0 else None
@@ -132,7 +134,7 @@ def serve(
         while waiting and scheduler.num_sequences < clients:
             index, bits = waiting.pop(0)
             prompt, greedy = tuple(range(1000, 1000 + PROMPT)), SamplingParams(temperature=0.0)
-            request = GenerateRequest(f"s{index}", prompt, len(bits), greedy)
+            request = GenerateRequest(f"s{index}", prompt, max(max_tokens, len(bits)), greedy, (_END,))
             scheduler.reserve(request, now)
             arriving.append(request.sequence_id)
             here[f"s{index}"] = bits
@@ -169,11 +171,17 @@ def _outcome(plan: StepPlan, streams: dict[str, Sequence[bool]]) -> StepOutcome:
         if draft.num_draft_tokens:
             row = plan.rows[draft.row]
             bits, first = streams[row.sequence_id.request_id], row.output_index - 1
-            right = bits[first : first + draft.num_draft_tokens]
-            draft_tokens[draft.row] = tuple(_RIGHT if bit else _WRONG for bit in right)
+            right = [*bits[first : first + draft.num_draft_tokens], *[False] * draft.num_draft_tokens]
+            draft_tokens[draft.row] = tuple(_RIGHT if bit else _WRONG for bit in right[: draft.num_draft_tokens])
     made = tuple(draft_tokens) if any(draft_tokens) else ()
-    full = plan.with_draft_tokens(made)
-    return StepOutcome(plan.step_id, tuple((_RIGHT,) * row.num_sampled for row in full.rows), draft_tokens=made)
+    sampled = [
+        tuple(
+            _END if index == len(streams[row.sequence_id.request_id]) - 1 else _RIGHT
+            for index in range(row.output_index, row.output_index + row.num_sampled)
+        )
+        for row in plan.with_draft_tokens(made).rows
+    ]
+    return StepOutcome(plan.step_id, tuple(sampled), draft_tokens=made)
 
 
 def _count(result: SimResult, plan: StepPlan) -> None:
