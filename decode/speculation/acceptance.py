@@ -9,9 +9,9 @@ Trials are draft tokens for sequences whose estimate says that they do not pay o
 so they have an allowance: a two-hundredth of the time of steps. A trial is a few draft tokens in succession for one
 sequence, one per step, because its draft KV may have to catch up first. It begins when the allowance covers its
 expected loss, so the cost of trials is bounded whatever a draft token costs, and however many sequences run. The first
-trial needs no allowance, and while the worker is new (FIRST draft tokens, FIRST_STEPS) no trial of a lone sequence
-does: the initial estimate is arbitrary, and a draft model better than it would go unused for thousands of steps. Beside
-other sequences a trial slows all of them down.
+trial needs no allowance, and until a worker has drafted FIRST tokens no trial of a lone sequence does: the initial
+estimate is arbitrary, and a draft model better than it would go unused for thousands of steps. Beside other sequences a
+trial slows all of them down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PRIOR = 16.0  # weight of the worker's average in a sequence's estimate, in dra
 _START, _START_PRIOR = 0.6, 24.0  # the worker's initial average, and its weight in draft tokens
 TRIAL_SHARE = 0.005  # of the time of steps
 TRIAL_DRAFT_TOKENS = 8  # of a trial, one per step
-FIRST, FIRST_STEPS = 48, 512  # draft tokens and steps during which a worker is new
+FIRST = 48  # draft tokens of a worker until which trials of a lone sequence need no allowance
 _SAVED_STEPS = 2000  # steps whose allowance can accumulate
 _LONGEST = 64  # steps that a trial may take, including filling its draft KV
 
@@ -66,12 +66,11 @@ class Trials:
         self.allowance_s = 0.0
         self.sequence_id: SequenceId | None = None  # of the running trial
         self._draft_tokens = self._steps = 0  # that remain of it
-        self._first, self._first_steps = FIRST, FIRST_STEPS  # that remain of the worker's first ones
+        self._first = FIRST  # that remain of the worker's first draft tokens
         self.started = 0
 
     def stepped(self, step_s: float, steps: int = 1) -> None:
         """Records `steps` planned steps of `step_s` seconds each; more than one only while no trial runs."""
-        self._first_steps -= steps
         self.allowance_s = min(self.allowance_s + TRIAL_SHARE * step_s * steps, TRIAL_SHARE * _SAVED_STEPS * step_s)
         if self.sequence_id is not None:
             self._steps -= 1
@@ -80,7 +79,7 @@ class Trials:
 
     def begin(self, sequence_id: SequenceId, cost_s: float, *, alone: bool = False) -> bool:
         """Starts a trial of a sequence if none runs and the allowance covers it; returns whether it did."""
-        free = not self.started or (alone and min(self._first, self._first_steps) > 0)
+        free = not self.started or (alone and self._first > 0)
         if self.sequence_id is not None or not (free or cost_s <= self.allowance_s):
             return False
         self.allowance_s = max(self.allowance_s - cost_s, 0.0)
