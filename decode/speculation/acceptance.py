@@ -19,9 +19,8 @@ from __future__ import annotations
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 
-_KEPT = 0.98  # decay of a sequence's observations per draft token
+_KEPT = 0.985  # decay of a sequence's observations per draft token, or per step without any for it
 _KEPT_SHARED = 0.995  # decay of the worker's observations per draft token
-_KEPT_IDLE = 0.985  # decay of a sequence's observations per step without a draft token for it
 _PRIOR = 16.0  # weight of the worker's average in a sequence's estimate, in draft tokens
 _START, _START_PRIOR = 0.6, 24.0  # the worker's initial average, and its weight in draft tokens
 TRIAL_SHARE = 0.005  # of the time of steps
@@ -49,8 +48,8 @@ class AcceptanceEstimates:
         """Records a step with `drafted` draft tokens for a sequence, `accepted` of which were accepted; those after the
         first rejected one do not count."""
         if not drafted:
-            sequence.accepted_weight *= _KEPT_IDLE
-            sequence.verified_weight *= _KEPT_IDLE
+            sequence.accepted_weight *= _KEPT
+            sequence.verified_weight *= _KEPT
         for index in range(min(accepted + 1, drafted)):
             right = index < accepted
             sequence.accepted_weight = sequence.accepted_weight * _KEPT + right
