@@ -43,9 +43,8 @@ _REPEATS = 5
 _MANY = 6  # draft tokens in the longer of the two calls whose difference gives the time of a later pass
 _PASS_ROWS = (1, 4, 16, 64)
 _TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: their difference is easily lost in noise
-_PLANNED_TOKENS = 24  # output length of the sequence that planning is timed with
+_TURNS = 24  # of planning with and without draft tokens, and of steps after the draft model and after a step
 _IN_A_ROW, _SHORT_ROWS = 3, 4  # consecutive timings of a step with at most _SHORT_ROWS rows
-_SWITCHES = 24  # timed switches from the draft model to the target
 _DRAFT_TOKENS = 4  # per row, in the longer of the two steps whose difference gives the price of a draft token
 
 
@@ -246,10 +245,10 @@ def measure_planning(runner: Runner, limit_s: float = MEASURING_S) -> float:
     """Measures the seconds that planning and accounting for draft tokens adds to a step: a scheduler of one sequence
     that drafts (always wrong) against one that never does, each with the model's own step between plan and outcome,
     which evicts their code from the caches as in operation. A slow model runs few steps only."""
-    context = min(_CONTEXT // 2, runner.max_model_len - _PLANNED_TOKENS)
+    context = min(_CONTEXT // 2, runner.max_model_len - _TURNS)
     if context < 1:
         return 0.0
-    request = GenerateRequest("measure", (0,) * context, _PLANNED_TOKENS, SamplingParams(temperature=0.0))
+    request = GenerateRequest("measure", (0,) * context, _TURNS, SamplingParams(temperature=0.0))
     between = StepPlan(0, (Row(request.sequence_id, 0, (0,), _blocks(runner, 1), request.sampling, 1),))
     deadline = time.perf_counter() + limit_s / 4
     took: tuple[list[float], list[float]] = [], []
@@ -286,7 +285,7 @@ def measure_switching(draft: Runner, runner: Runner, limit_s: float = MEASURING_
     alone, after = list[float](), list[float]()
     deadline = time.perf_counter() + limit_s / 4
     step()
-    for _ in range(_SWITCHES):
+    for _ in range(_TURNS):
         alone.append(_took(step))
         draft.propose(drafting, [1])
         after.append(_took(step))
