@@ -302,7 +302,7 @@ def test_plan_compares_where_prompts_are_computed(calibration: str, tmp_path: Pa
     plans = {}
     for rate, lengths, tpot in (("1", "100-200", "0.05"), ("6", "3000-8000", "0.012")):
         data = tmp_path / "plan.json"
-        load = ("--rate", rate, "--duration-s", "15", "--input-len", lengths, "--output-len", "20-60", "--no-headroom")
+        load = ("--rate", rate, "--duration-s", "8", "--input-len", lengths, "--output-len", "20-60", "--no-headroom")
         limits = ("--slo", f"ttft=2,tpot={tpot}", "--calibration", calibration)
         result = run(plan_command, *load, *limits, "--json", str(data))
         assert result.return_value == 0, result
