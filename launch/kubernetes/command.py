@@ -102,7 +102,7 @@ def _models(pods: PodPlan, config: KubernetesConfig) -> Models:
     return Models(directory, checksum_files(sums, paths, directory))
 
 
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Quotes every string that some version of YAML might read as anything else: 1e3 is a string in 1.1 and a number in
     1.2. Repeats what occurs twice, in place of anchors."""
 

@@ -21,7 +21,7 @@ from launch.cli import baton
 from tests.support import kubernetes, netns
 from tests.support.checkpoints import make_checkpoint
 from tests.support.kubelet import Pod, pods
-from tests.support.kubernetes import PodTemplate, Table, pod_templates
+from tests.support.kubernetes import PodTemplate, Table, objects_of, pod_templates
 
 pytestmark = [
     pytest.mark.cluster,
@@ -67,7 +67,7 @@ def emit(where: Path, *flags: str, on: str, coordinator: str = "", options: str 
     given = ["--models-claim", "models", "--out", str(where / "out"), *flags]
     done = CliRunner().invoke(baton, ["emit", "kubernetes", str(where / "t.toml"), *given])
     assert done.exit_code == 0, done.output or done.exception
-    objects = list(yaml.safe_load_all((where / "out/objects.yaml").read_text()))
+    objects = objects_of((where / "out/objects.yaml").read_text())
     assert kubernetes.all_errors(objects) == []
     return objects
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from launch.cli import baton
@@ -19,7 +18,7 @@ from launch.kubernetes.command import to_yaml
 from launch.kubernetes.objects import AFTER_DRAIN_S
 from tests.docs.generate import metrics
 from tests.support import kubernetes
-from tests.support.kubernetes import PodTemplate, Table, pod_templates
+from tests.support.kubernetes import PodTemplate, Table, objects_of, pod_templates
 
 TOPOLOGY = """
 model = "/models/m"
@@ -66,7 +65,7 @@ def emit(tmp_path: Path) -> Callable[..., list[Table]]:
     def run(*options: str, topology: str = TOPOLOGY, sums: str = SUMS) -> list[Table]:
         done = emitted(tmp_path, *options, topology=topology, sums=sums)
         assert done.exit_code == 0, done.output or done.exception
-        return list(yaml.safe_load_all((tmp_path / "out/objects.yaml").read_text()))
+        return objects_of((tmp_path / "out/objects.yaml").read_text())
 
     return run
 
@@ -266,7 +265,7 @@ def test_kustomization_builds_to_the_same_objects(tmp_path: Path, emit: Callable
     objects = emit(*SCALED)
     done = subprocess.run(["kubectl", "kustomize", tmp_path / "out"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    built = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(done.stdout)}
+    built = {(each["kind"], each["metadata"]["name"]): each for each in objects_of(done.stdout)}
     assert built == {(each["kind"], each["metadata"]["name"]): each for each in objects}
 
 
