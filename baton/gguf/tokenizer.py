@@ -43,6 +43,8 @@ _PRE: dict[str, tuple[Any, ...]] = {  # what splits text before the byte-level s
 }
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken"}
 """Tokenizers that take a word which is a token without merging (`ignore_merges`)."""
+_BEGINS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+"""Tokenizers that put BOS before a text if the file does not say whether (`add_bos_token`), as llama.cpp does."""
 _NFC = {"qwen2", "deepseek-r1-qwen"}
 
 
@@ -106,7 +108,7 @@ def _byte_level(metadata: Metadata, vocabulary: dict[str, int]) -> dict[str, Any
     return {
         "normalizer": {"type": "NFC"} if pre in _NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
-        "post_processor": _beginning(metadata, default=False) or level | {"trim_offsets": False},
+        "post_processor": _beginning(metadata, default=pre in _BEGINS) or level | {"trim_offsets": False},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _bpe(vocabulary, merges) | {"ignore_merges": pre in _WHOLE_WORDS_FIRST},
     }

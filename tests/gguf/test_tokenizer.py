@@ -30,6 +30,16 @@ def sentencepiece(**more: object) -> dict[str, object]:
     }
 
 
+def byte_level(pre: str) -> dict[str, object]:
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": ["a", "<end>"],
+        "tokenizer.ggml.token_type": [NORMAL, CONTROL],
+        "tokenizer.ggml.merges": [],
+    }
+
+
 def merged_by_score(metadata: dict[str, object], text: str) -> list[int]:
     """SentencePiece's algorithm as its paper states it: merge the neighbours whose merged piece scores highest."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]  # type: ignore[assignment]
@@ -76,6 +86,14 @@ def test_bos_is_added_only_where_the_file_says_so() -> None:
     assert made(sentencepiece()).encode("a", add_special_tokens=False).ids[0] != 1
 
 
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False), ("qwen2", False)])
+def test_bos_is_added_as_llama_cpp_does_where_the_file_does_not_say(pre: str, begins: bool) -> None:
+    """Files of Llama 3 often have no `add_bos_token`."""
+    metadata = byte_level(pre) | {"tokenizer.ggml.bos_token_id": 1}
+    assert made(metadata).encode("a").ids == [1] * begins + [0]
+    assert made(metadata | {"tokenizer.ggml.add_bos_token": not begins}).encode("a").ids == [1] * (not begins) + [0]
+
+
 def test_special_tokens_are_named_as_hugging_face_does() -> None:
     assert tokenizer_config(sentencepiece()) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
@@ -91,14 +109,7 @@ def test_special_tokens_are_named_as_hugging_face_does() -> None:
     ],
 )
 def test_text_is_split_as_the_named_way_says(pre: str, text: str, pieces: list[str]) -> None:
-    metadata: dict[str, object] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": ["a", "<end>"],
-        "tokenizer.ggml.token_type": [NORMAL, CONTROL],
-        "tokenizer.ggml.merges": [],
-    }
-    split = made(metadata).pre_tokenizer.pre_tokenize_str(text)
+    split = made(byte_level(pre)).pre_tokenizer.pre_tokenize_str(text)
     assert [piece for piece, _ in split] == pieces
 
 
