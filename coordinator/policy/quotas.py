@@ -159,7 +159,7 @@ class Quotas:
                 bucket.refill(now)
                 if wait_s := bucket.wait_s(required):
                     message = f"this API key is limited to {limit} {counted} per minute"
-                    raise QuotaExceeded(message, retry_after_s=max(1.0, round(wait_s)))
+                    raise QuotaExceeded(message, retry_after_s=max(1.0, wait_s))
         return account
 
     def ended(self, client: Client, now: float, choices: int = 1) -> None:

@@ -73,13 +73,27 @@ def test_requests_per_minute_are_limited_with_a_retry_after() -> None:
     assert refused(quotas, who, 20.1)
 
 
+@pytest.mark.parametrize("limits", [{"requests_per_minute": 43}, {"tokens_per_minute": 43}])
+def test_after_the_retry_after_a_request_is_admitted(limits: dict[str, int]) -> None:
+    """1.4 s were rounded to 1 s."""
+    quotas, who = Quotas(), client(**limits)
+    for _ in range(43):
+        quotas.admit(who, 0.0)
+        quotas.charge(who, 1, 0.0)
+        quotas.ended(who, 0.0)
+    quotas.charge(who, 1, 0.0)  # beyond the limit
+    retry_after_s = refused(quotas, who, 0.0).retry_after_s
+    assert retry_after_s is not None and 1.0 < retry_after_s < 2.0
+    quotas.admit(who, retry_after_s + 1e-6)
+
+
 def test_tokens_are_charged_at_the_end_and_an_overdraft_delays_new_requests() -> None:
     quotas, who = Quotas(), client(tokens_per_minute=600)
     quotas.admit(who, 0.0)
     quotas.charge(who, 1000, 0.0)
     quotas.ended(who, 0.0)
     error = refused(quotas, who, 0.0)
-    assert error.retry_after_s == 40.0 and "600 tokens per minute" in error.message
+    assert error.retry_after_s == pytest.approx(40.0) and "600 tokens per minute" in error.message
     assert refused(quotas, who, 39.9)
     quotas.admit(who, 40.1)
 
@@ -92,7 +106,7 @@ def test_idle_key_accrues_at_most_one_minute_of_tokens() -> None:
     quotas.admit(who, 10_000.0)
     quotas.charge(who, 700, 10_000.0)
     quotas.ended(who, 0.0)
-    assert refused(quotas, who, 10_000.0).retry_after_s == 10.0
+    assert refused(quotas, who, 10_000.0).retry_after_s == pytest.approx(10.0)
 
 
 def test_refused_requests_are_not_charged() -> None:
