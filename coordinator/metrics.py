@@ -291,11 +291,11 @@ class Observed:
         generated = [usage.completion_tokens for usage in self._usages]
         for tokens in generated:
             metrics.generated_length.observe(tokens)
-        if not (self._first and self._tokens):
+        if not (self._first and (self._tokens or submission.pooling)):
             return
         first_s = self._first - self._began
         metrics.latency.labels(upper_bound(TTFT_LIMITS_S, first_s), upper_bound(TPOT_LIMITS_S, per_token_s)).inc()
-        if metrics.vllm is not None:
+        if metrics.vllm is not None and self._tokens:
             cached = max((usage.cached_tokens for usage in self._usages), default=0)
             queue_s = 0.0 if self._timeline is None else self._timeline.queue_s
             last_s = max(self._last.values()) - self._began

@@ -285,6 +285,16 @@ def test_requests_are_counted_by_both_latencies(clock: Clock) -> None:
     assert all(b["ttft_le"] in ("0.2", "0.3") and b["tpot_le"] in ("0.01", "0.02") for b in bounds), bounds
 
 
+def test_a_pooled_request_is_counted_by_its_latency(clock: Clock) -> None:
+    """`baton report --slo` divides by all requests."""
+    metrics = Metrics()
+    observed = metrics.request(Submission("r1", (1, 2), 1, pooling="last"))
+    clock.now += 0.15
+    observed.delta(Delta("", finish_reason="stop", usage=Usage(2, 0), timeline=ENDED, pooled=b"abcd"))
+    observed.end(None)
+    assert value(metrics, "baton_requests_latency_total", ttft_le="0.2", tpot_le="0.01") == 1
+
+
 def test_each_request_is_logged_in_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.requests")
     play(Metrics(slow_s=1.0), clock)
