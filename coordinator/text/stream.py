@@ -31,6 +31,8 @@ _REPLACEMENT = "\ufffd"
 _MAX_UNSETTLED = 16
 _TAIL = 16
 """Tokens of a prompt among which those are that the output is decoded with: rules about a start concern one or two."""
+MAX_BYTE_RUN = 4096
+"""Byte tokens at the end of a prompt that are passed over in the search for them."""
 
 
 class Vocabulary:
@@ -293,9 +295,13 @@ class _Grouped:
 
     def __init__(self, vocabulary: Vocabulary, before: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
-        tail = [i for i in before[-4 * _TAIL :] if vocabulary.token(i) is not None]
-        while vocabulary.byte_fallback and tail and _is_byte(vocabulary.token(tail[-1]) or ""):
-            tail.pop()  # an incomplete run of bytes has no text of its own
+        end, least = len(before), len(before) - MAX_BYTE_RUN
+        # An incomplete run of bytes has no text of its own.
+        while (
+            vocabulary.byte_fallback and end > max(least, 0) and _is_byte(vocabulary.token(before[end - 1]) or "<0x00>")
+        ):
+            end -= 1
+        tail = [i for i in before[max(end - 4 * _TAIL, 0) : end] if vocabulary.token(i) is not None]
         self._before = tail[-_TAIL:]
         self._before_text = self._decode(self._before)
         self._group: list[int] = []

@@ -75,6 +75,15 @@ def test_a_completion_keeps_its_leading_space() -> None:
     assert stream(vocabulary, [[hello]], prompt=[hello, *vocabulary.tokenizer.encode("é").ids[-2:]]) == [" Hello", ""]
 
 
+def test_a_completion_keeps_its_space_behind_many_bytes() -> None:
+    vocabulary = VOCABULARIES["byte_fallback"]
+    hello, world = vocabulary.tokens["▁Hello"], vocabulary.tokens["▁world"]
+    for count in (15, 16, 100):
+        prompt = [hello, *vocabulary.tokenizer.encode("🦜" * count, add_special_tokens=False).ids[1:]]
+        assert len(prompt) > 4 * count
+        assert stream(vocabulary, [[world]], prompt=prompt) == [" world", ""]
+
+
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
