@@ -50,6 +50,7 @@ class ChatMessage:
 
 _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"
+_HERE = "\ufdd2"  # the end of a message that is continued
 MAX_DEPTH = 100
 SLICE = 64 * 1024
 """Characters or ids processed per call: other threads run between two calls, so the event loop waits about 2 ms."""
@@ -128,6 +129,8 @@ class ChatEncoder:
             value = _template_value(message, traits)
             values.append({k: _cleaned(v, clean, f"messages[{index}].{k}") for k, v in value.items()} | {"role": role})
         final: str = values[-1]["content"]
+        if how.continue_final_message:
+            values[-1]["content"] = final + _HERE
         for value in values:
             if value["role"] in traits.parts:
                 value["content"] = [{"type": "text", "text": value["content"]}]
@@ -139,12 +142,14 @@ class ChatEncoder:
         )
         if not how.continue_final_message:
             return rendered
-        core = final.strip()
-        behind = rendered[::-1].find(core[::-1])  # reversed: `rfind` may take the product of the lengths
-        if not core or behind < 0:
+        core, before = final.strip(), rendered.rpartition(_HERE)[0]
+        if not core or core not in before:
             problem = "continue_final_message: the chat template does not render the last message unchanged"
             raise InvalidRequest(problem, param="continue_final_message")
-        return rendered[: len(rendered) - behind] + final[len(final.rstrip()) :]
+        for text in (final, core):  # of a template that renders it twice
+            before = before.replace(text + _HERE, text)
+        # Blanks at its end count, also if the template strips them.
+        return before.rstrip() + final[len(final.rstrip()) :] if before.rstrip().endswith(core) else before
 
     def _tried(self) -> _Traits:
         parts: set[str] = set()

@@ -195,17 +195,35 @@ def test_an_invalid_template_fails_the_start_with_a_one_line_error(source: str) 
     assert str(caught.value).startswith("chat template") and "\n" not in str(caught.value)
 
 
+BEHIND = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}\n\n### so a"
+
+
 @pytest.mark.parametrize("final", ["so", " <|im_end|> so on\n", "ü 😀 aa", "a", "a" * 5_000])
-def test_a_continued_prompt_ends_after_the_last_occurrence_of_the_final_message(final: str) -> None:
-    """As in transformers, which searches backwards for the stripped message, but with the blanks at its end."""
+@pytest.mark.parametrize(
+    ("source", "behind"),
+    [
+        (CHATML, "<|im_end|>\n"),
+        (LLAMA_2, " </s>"),
+        ("{{ messages[1].content * 2 }} so", " so"),
+        (BEHIND, "\n### so a"),
+    ],
+    ids=["chatml", "llama 2", "twice", "text behind"],
+)
+def test_a_continued_prompt_ends_after_the_final_message(source: str, behind: str, final: str) -> None:
+    """As in transformers, but with the blanks at its end; also if the template writes the same text behind it."""
     messages = [ChatMessage("user", "so a so"), ChatMessage("assistant", final)]
-    for source in (CHATML, LLAMA_2, "{{ messages[1].content }}{{ messages[1].content }} so", FANCY):
-        encode = encoder(source)
-        whole = encode.render(messages, Rendering(add_generation_prompt=False))
-        text = final.strip()
-        expected = whole[: whole.rindex(text) + len(text)] + final[len(final.rstrip()) :]
-        how = Rendering(add_generation_prompt=False, continue_final_message=True)
-        assert encode.render(messages, how) == expected
+    encode = encoder(source)
+    whole = encode.render(messages, Rendering(add_generation_prompt=False))
+    assert whole.endswith(behind)
+    expected = whole[: -len(behind)].rstrip() + final[len(final.rstrip()) :]
+    how = Rendering(add_generation_prompt=False, continue_final_message=True)
+    assert encode.render(messages, how) == expected
+
+
+def test_a_continued_prompt_ends_before_the_quote_of_a_template_that_writes_json() -> None:
+    messages = [ChatMessage("user", "x"), ChatMessage("assistant", "a\n")]
+    how = Rendering(add_generation_prompt=False, continue_final_message=True)
+    assert encoder(FANCY).render(messages, how).endswith('ASSISTANT: "a\\n')
 
 
 def test_a_final_message_that_the_template_does_not_render_is_refused() -> None:
@@ -214,23 +232,6 @@ def test_a_final_message_that_the_template_does_not_render_is_refused() -> None:
             [ChatMessage("user", "a"), ChatMessage("assistant", "b")], Rendering(continue_final_message=True)
         )
     assert caught.value.param == "continue_final_message"
-
-
-class ForwardOnlyStr(str):
-    """A text that must not be searched backwards: in CPython that takes time in the product of both lengths."""
-
-    def rfind(self, *_: object) -> int:
-        raise AssertionError("a search backwards")
-
-    rindex = rfind
-
-
-def test_a_final_message_is_searched_for_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = ENCODERS["chatml", "byte_level"]
-    text = ForwardOnlyStr("a" * 100 + 'a"' + "a" * 40)
-    monkeypatch.setattr(encode.template, "render", lambda *_, **__: text)
-    messages = [ChatMessage("user", "x"), ChatMessage("assistant", 'a"' + "a" * 40)]
-    assert encode.render(messages, Rendering(continue_final_message=True)) == text
 
 
 PIECE = 8  # characters
