@@ -196,7 +196,10 @@ def search_one_pool(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Ev
         if evaluated.outcome.decode_utilisation < IDLE or ample > MOST_WORKERS:
             return Infeasible(pair, Size(0, ample), evaluated, missed(evaluated, slo))
         ample *= 2
-    size = Size(0, _least(least, ample, meets))
+    decode = _least(least, ample, meets)
+    while decode > 1 and meets(decode - 1):  # the bound is for a load that has no end
+        decode -= 1
+    size = Size(0, decode)
     return Cheapest(pair, size, tried[size], tried)
 
 

@@ -82,6 +82,13 @@ def test_without_a_prefill_pool_one_worker_below_the_plan_misses_the_limits() ->
     assert not plan.tried[fewer].met(slo) and fewer.decode > 0
 
 
+def test_without_a_prefill_pool_a_short_load_needs_fewer_workers_than_an_endless_one() -> None:
+    rows, slo = [TraceRow(0.01 * number, 20, 400) for number in range(60)], Slo(10.0, 0.5)
+    plan = search_one_pool(PAIR, slo, rows, replayed(rows, slo))  # type: ignore[arg-type]
+    assert isinstance(plan, Cheapest) and plan.size.decode < lower_bound(PAIR, rows).decode
+    assert all(not plan.tried[fewer].met(slo) for fewer in one_fewer(plan.size))
+
+
 def test_a_limit_that_no_cluster_meets_is_named_with_the_nearest_one() -> None:
     rows, slo = even(40, 0.1, 2000, 60), Slo(0.05, 0.02)  # computing 2000 tokens takes longer
     found = plan(rows, slo)
