@@ -205,7 +205,7 @@ if [[ "$*" == "-m coordinator "* ]]; then
   exit "$FAKE_CODE"
 fi
 trap 'echo told; exit 0' TERM
-echo up
+echo "up on ${SRUN_CPUS_PER_TASK:-} cores"
 for ((i = 0; i < 600; i++)); do sleep 0.1; done
 """
 TOPOLOGY = """
@@ -269,12 +269,15 @@ def test_unknown_launcher_is_refused(
 def test_coordinator_failure_is_reported_and_its_workers_end(
     which: str, tmp_path: Path, start_emitted: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    script, logs = start_emitted(which, code=3), tmp_path / "logs"
+    script, logs = start_emitted(which, code=3, SLURM_CPUS_PER_TASK="5"), tmp_path / "logs"
     assert script.wait(30) == 3
     assert (
         tmp_path / f"{which}.out"
     ).read_text() == f"error: coordinator ended with code 3; its log is {logs / 'coordinator.log'}\n"
-    assert all("told" in (logs / f"{role}-0.log").read_text() for role in ("prefill", "decode"))
+    texts = [(logs / f"{role}-0.log").read_text() for role in ("prefill", "decode")]
+    assert all("told" in text for text in texts)
+    if which == "slurm.sbatch":  # which has no option of srun for it
+        assert all("up on 5 cores" in text for text in texts)
 
 
 @pytest.mark.parametrize("which", EMITTED)
