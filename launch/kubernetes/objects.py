@@ -29,8 +29,9 @@ AFTER_DRAIN_S = 15
 _PROBE = {"timeoutSeconds": 5}
 _USER = 1000
 """That of the image."""
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_REFERENCE = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_REFERENCE = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*")
 _QUALIFIED = re.compile(rf"({_REFERENCE.pattern}/)?[A-Za-z0-9]([-._A-Za-z0-9]{{0,61}}[A-Za-z0-9])?")
 """A label's key or a resource's name."""
 _IMAGE = re.compile(r"[a-zA-Z0-9][-._:/@a-zA-Z0-9]*")

@@ -376,6 +376,8 @@ def test_other_checksums_are_a_rollout(emit: Callable[..., list[Table]]) -> None
         (("--models-claim", ""), ("", ""), "--models-claim is missing: /models/m"),
         (("--models-claim", "My_Models"), ("", ""), "--models-claim 'My_Models' must be lower-case"),
         (("--secret", ""), ("", ""), "--secret '' must be lower-case"),
+        (("--secret", "a..b"), ("", ""), "--secret 'a..b' must be lower-case"),
+        (("--namespace", "n" * 64), ("", ""), f"--namespace '{'n' * 64}' must be lower-case"),
         (("--image", "a b"), ("", ""), "--image 'a b' must be an image reference"),
         (("--gpu-resource", "a b/gpu"), ("", ""), "--gpu-resource 'a b/gpu' must be a qualified name"),
         (("--domain-label", "a/"), ("", ""), "--domain-label 'a/' must be a qualified name"),
