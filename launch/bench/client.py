@@ -45,6 +45,10 @@ class _TimedSocket(socket.socket):
         return super().recv_into(*args)
 
 
+_TEXTS = ("content", "reasoning", "reasoning_content", "tool_calls")
+"""Fields of a chat's piece that have text: vLLM calls reasoning `reasoning`, others `reasoning_content`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
     """Where requests go. `base` ends in /v1. Without `reuses` each request has a connection of its own: llama.cpp's
@@ -298,7 +302,7 @@ class _ServerStream:
             self._choices.append(now)
             self._token_ids += choice.get("token_ids") or ()
             delta = choice.get("delta") or {}  # in a chat: text, reasoning, or part of a tool call
-            if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
+            if choice.get("text") or any(map(delta.get, _TEXTS)):
                 self._text.append(now)
             if isinstance(timeline := choice.get("timeline"), dict):
                 self._revision = printable(str(timeline.get("revision", "")), _MAX_SHOWN)

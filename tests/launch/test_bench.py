@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from asyncio.selector_events import _SelectorSocketTransport
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,6 +178,18 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
         assert code == 0
         assert [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies] == [(3, 1), (4, 2), (5, 3), (6, 4)]
     assert report["settings"]["trace_rows"] == 4
+
+
+def test_each_run_of_a_trace_has_its_own_prompts(tmp_path: Path) -> None:
+    """Else those after the first would hit the prefix cache that it filled. Rows of one run share their blocks."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": i, "input_length": 600, "output_length": 1, "hash_ids": [7]} for i in range(2)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with fake_server() as server:
+        bench(server, tmp_path, "--trace", str(trace), "--warmup", "0", "--repeats", "2")
+        prompts = [tuple(body["prompt"]) for body in server.bodies]
+    begin = Counter(prompt[:512] for prompt in prompts)
+    assert sorted(begin.values()) == [2, 2] and len(set(prompts)) == 4
 
 
 def test_two_servers_are_measured_alternately_with_the_same_requests(tmp_path: Path) -> None:
