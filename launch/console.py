@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Iterable
@@ -29,6 +30,17 @@ class Console:
     def plain(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stdout, flush=True)
+
+
+def shown_command() -> str:
+    """Returns the command line of this process, without its API key."""
+    words = sys.argv[1:]
+    for number, word in enumerate(words):
+        if word.startswith("--api-key="):
+            words[number] = "--api-key=..."
+        elif number and words[number - 1] == "--api-key":
+            words[number] = "..."
+    return shlex.join(["baton", *words])
 
 
 def versions(*packages: str) -> dict[str, str]:

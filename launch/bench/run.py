@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from launch.bench.html import as_html
 from launch.bench.load import LoadPlan, Session
 from launch.bench.report import Report, Run, as_json, as_markdown, print_report
 from launch.bench.stats import RequestRecord, statistics
+from launch.console import shown_command
 from sim.stats import Slo
 
 SWEEP_S = 20.0
@@ -120,20 +119,9 @@ def _settings(options: BenchOptions, targets: list[ServerTarget]) -> dict[str, A
         "warmup": options.warmup,
         "repeats": options.repeats,
         "seed": load.seed,
-        "command": shlex.join(["baton", *_without_secrets(sys.argv[1:])]),
+        "command": shown_command(),
     }
     return {name: value for name, value in settings.items() if value not in ("", None)}
-
-
-def _without_secrets(words: list[str]) -> list[str]:
-    """Returns the command line without the API key."""
-    shown = list(words)
-    for number, word in enumerate(shown):
-        if word.startswith("--api-key="):
-            shown[number] = "--api-key=..."
-        elif number and shown[number - 1] == "--api-key":
-            shown[number] = "..."
-    return shown
 
 
 def _run(target: ServerTarget, options: BenchOptions, number: int, label: str = "measuring") -> Run:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from baton.core.errors import BatonError, StartupError
 from launch.bench.report import PACKAGES, machine_line
 from launch.capacity.loads import ClosedLoop, LoadClient, Sample, started_s
 from launch.cluster_api import Row
-from launch.console import versions
+from launch.console import shown_command, versions
 from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, Residual, WorkerKind
 from sim.scale.fit import fit
 from sim.stats import percentile
@@ -111,7 +109,7 @@ def calibrate(
         "model": cluster.target.model,
         "machine": machine_line(),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "command": shlex.join(["baton", *sys.argv[1:]]),
+        "command": shown_command(),
         "costs": "processor time" if shared_host else "seconds of workers' steps and between them",
         "dtype": str(decode["dtype"]),
         "kv_dtype": str(decode["kv_dtype"]),

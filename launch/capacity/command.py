@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from baton.runtime.options import NumberRange
 from baton.runtime.paths import read_text, write_text
 from coordinator.policy.split import Split
 from launch.bench.command import LENGTHS, SLO, trace_rows
+from launch.console import shown_command
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.workload import Lengths, first_seconds, poisson, scaled
 from sim.stats import Slo
@@ -121,7 +120,7 @@ def write_file(path: str | None, option: str, text: Callable[[], str]) -> None:
 
 def _settings(**values: object) -> dict[str, str]:
     named = {name: str(value) for name, value in values.items() if value not in (None, "", 1.0)}
-    return {**named, "command": shlex.join(["baton", *sys.argv[1:]])}
+    return {**named, "command": shown_command()}
 
 
 @click.command("calibrate")
@@ -136,8 +135,9 @@ def _settings(**values: object) -> dict[str, str]:
 @click.option("--model", default="", help="Model to request; default the first of /v1/models.")
 @click.option("--timeout-s", type=NumberRange(0.1), default=600.0, show_default=True, help="Time limit for a request.")
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+@click.option("--admin-url", default="", help="With API keys or TLS: the URL of --admin-port; default URL.")
 def calibrate_command(
-    url: str, out: str, name: str, shared_host: bool, model: str, timeout_s: float, api_key: str
+    url: str, out: str, name: str, shared_host: bool, model: str, timeout_s: float, api_key: str, admin_url: str
 ) -> int:
     """Measure the costs of the idle cluster at URL, one prefill and one decode worker, for `baton plan`."""
     from launch.bench.run import find_target
@@ -145,7 +145,7 @@ def calibrate_command(
     from launch.capacity.loads import LoadClient
 
     target = find_target(url, model, api_key, timeout_s)
-    cluster = LoadClient(url, target, secrets.randbelow(1 << 31))
+    cluster = LoadClient(admin_url or url, target, secrets.randbelow(1 << 31))
     measured = calibrate(cluster, name, shared_host=shared_host, progress=lambda line: click.echo(line, err=True))
     write_file(out, "--out", lambda: json.dumps(measured.as_json(), indent=1) + "\n")
     for fit, residual in measured.residuals.items():
