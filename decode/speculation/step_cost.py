@@ -26,6 +26,8 @@ _MORE_WEIGHT = 3.0  # multiple of that weight for the price of a draft token, ti
 _FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # below this ratio, this weight: rarely noise, usually the end of a load
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
 _LEAST_PER_DRAFT_TOKEN = 0.03  # of a step: least initial cost of one more token in each row
+_LEAST_AROUND = 0.5  # of the overhead of a step with draft tokens, that a step without them has at least
+_FIRST_STEPS = 4  # the least overhead of these is the initial `fixed_s`
 
 
 def followed(expected: float, seconds: float) -> float:
@@ -116,6 +118,7 @@ class StepModel:
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self.fixed_s = 0.0  # overhead around both models' passes
         self._planning_s, self._switching_s = planning_s, switching_s
+        self._steps = 0
 
     def __repr__(self) -> str:
         return (
@@ -206,8 +209,11 @@ class StepModel:
                 curve.correct(outcome.draft_s, expected)
         elif plan.drafts and not any(row.num_draft_tokens for row in plan.drafts):
             self.draft.observe(sum(len(row.tokens) for row in plan.drafts), outcome.draft_s)
-        around_s = wall_s - outcome.elapsed_s
+        around_s = max(wall_s - outcome.elapsed_s, 1e-6)
         if any(row.num_draft_tokens for row in plan.drafts):  # has a price of its own, which may be mismeasured
-            around_s -= self.planning_s
-        around_s = max(around_s, 1e-6)
-        self.fixed_s = max(followed(self.fixed_s or around_s, around_s), 1e-6)
+            around_s = max(around_s - self.planning_s, around_s * _LEAST_AROUND)
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS:
+            self.fixed_s = min(around_s, self.fixed_s or around_s)
+        else:
+            self.fixed_s = followed(self.fixed_s, around_s)
