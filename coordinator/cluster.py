@@ -33,49 +33,26 @@ from baton.core.commands import (
 )
 from baton.core.errors import InvalidRequest, InvariantError, JoinRefused, ProtocolError, Unavailable
 from baton.core.events import StepEvents
-from baton.core.handover import Handle, sign
 from baton.core.liveness import MAX_LEASE_GAP_S, ListeningClock
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from baton.runtime.cluster_token import FLAG, check_token
 from coordinator.policy.adapters import Adapter, AdapterTable
 from coordinator.policy.choice import Action, AssignTargets, Choice, KVParked, Notify, Rescheduled, Send, StartPrefill
 from coordinator.policy.codes import NO_WORKER
+from coordinator.policy.handles import signed_targets
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
 from coordinator.policy.quotas import ANONYMOUS, Client
-from coordinator.policy.requests import Requests
+from coordinator.policy.requests import TICK_S, Requests
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
-TICK_S = 0.1
 LOAD_ADAPTER_S = 90.0  # how long the workers have to load an adapter
 LOAD_ADAPTER_POLL_S = 0.05
 LINGER_S = 1.0  # clients that connected just before may send their requests
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster have to report it
 ToWorker = Welcome | Command | HeartbeatAck
-
-
-class HandleSigner:
-    """Signs handles for decode workers when a placement is executed: clients neither send nor receive them. `key` is
-    the key of this run; workers receive it when they join, with the coordinator's `time.monotonic`."""
-
-    def __init__(self) -> None:
-        self.key = secrets.token_bytes(32)
-
-    def target(self, sequence: SequenceId, source: Worker, destination: Worker, deadline_at: float) -> Target:
-        """Returns a decode worker with a handle to the sequence's KV at `source`, valid until its deadline."""
-        handle = Handle(
-            sequence,
-            source.worker_id,
-            source.incarnation,
-            destination.worker_id,
-            destination.incarnation,
-            expires_ms=round(deadline_at * 1000),
-            nonce=secrets.token_bytes(12),
-        )
-        signed = sign(self.key, handle)
-        return Target(destination.worker_id, destination.incarnation, destination.join.link_address, signed)
 
 
 class Cluster:
@@ -99,7 +76,7 @@ class Cluster:
         self.run_id = secrets.token_hex(8)
         self.address = ""  # where workers dial
         self.joins_refused: Counter[str] = Counter()  # by field
-        self._signer = HandleSigner()
+        self.handle_key = secrets.token_bytes(32)  # of this run: workers receive it when they join
         self._token = token
         self._notify: dict[ChoiceId, Callable[[], None]] = {}  # of the reader of each choice
         self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}  # to each connected worker
@@ -203,7 +180,7 @@ class Cluster:
         tracked = () if joined.replaced else self.requests.tracked(worker)
         queue: asyncio.Queue[ToWorker] = asyncio.Queue()
         lease_s, now_ms = self.workers.lease_s, round(time.monotonic() * 1000)
-        queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._signer.key, tracked, now_ms))
+        queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self.handle_key, tracked, now_ms))
         if joined.worker.drain_by is not None:  # the command may have been lost with the previous session
             remaining_s = max(joined.worker.drain_by - time.monotonic(), 0.0)
             queue.put_nowait(Drain(remaining_s, joined.worker.next_role))
@@ -405,7 +382,5 @@ class Cluster:
     def _sign(
         self, sequence: SequenceId, prefill: str, targets: Iterable[str], deadline_at: float
     ) -> tuple[Target, ...]:
-        source, decodes = self.workers.get(prefill), [self.workers.get(t) for t in targets]
-        if source is None:
-            raise InvariantError(f"{prefill} was chosen but is not present")
-        return tuple(self._signer.target(sequence, source, t, deadline_at) for t in decodes if t is not None)
+        placed = sequence, prefill, targets, deadline_at
+        return signed_targets(self.workers, self.handle_key, *placed, secrets.token_bytes)

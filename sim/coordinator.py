@@ -26,7 +26,6 @@ from baton.core.commands import (
 )
 from baton.core.errors import InvalidRequest, InvariantError, JoinRefused, NotFound, Unavailable
 from baton.core.events import StepEvents
-from baton.core.handover import Handle, sign
 from baton.core.liveness import MAX_LEASE_GAP_S, ListeningClock
 from baton.core.request import ChoiceId, SequenceId
 from coordinator.policy.choice import (
@@ -40,16 +39,15 @@ from coordinator.policy.choice import (
     Stage,
     StartPrefill,
 )
+from coordinator.policy.handles import signed_targets
 from coordinator.policy.pool import Worker as Member
-from coordinator.policy.requests import Requests
+from coordinator.policy.requests import TICK_S, Requests
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 from sim.loop import Loop
 from sim.network import End, Network
 from sim.process import Clock, Process
 from sim.worker import COORDINATOR
-
-TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +243,5 @@ class Coordinator(Process):
     def _sign(
         self, sequence: SequenceId, prefill: str, targets: Iterable[str], deadline_at: float
     ) -> tuple[Target, ...]:
-        source = self.workers.get(prefill)
-        if source is None:
-            raise InvariantError(f"{prefill} was chosen but is not present")
-        members = (self.workers.get(target) for target in targets)
-        return tuple(self._target(sequence, source, to, deadline_at) for to in members if to is not None)
-
-    def _target(self, sequence: SequenceId, source: Member, to: Member, deadline_at: float) -> Target:
-        handle = Handle(
-            sequence,
-            source.worker_id,
-            source.incarnation,
-            to.worker_id,
-            to.incarnation,
-            expires_ms=round(deadline_at * 1000),
-            nonce=self.loop.random.randbytes(12),
-        )
-        return Target(to.worker_id, to.incarnation, to.join.link_address, sign(self._key, handle))
+        placed = sequence, prefill, targets, deadline_at
+        return signed_targets(self.workers, self._key, *placed, self.loop.random.randbytes)

@@ -56,6 +56,7 @@ QUEUED, PREFILL, HANDOVER, PARKED, DECODE, ENDED = Stage
 AT_WORKERS = PREFILL, HANDOVER, PARKED, DECODE
 WAITING = QUEUED, PARKED
 ANSWERED = "done", "stop string"  # why the front needs no more output of a complete answer
+TICK_S = 0.1  # between two calls of `Requests.tick`
 MAX_TIMES_PARKED = 30
 REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second parking, and its maximum; doubled with each
 PARKED_S = 10.0  # for which KV waits for room at a decode worker, which prompts may hold that wait for its blocks
@@ -237,7 +238,7 @@ class Requests:
     # Time.
 
     def tick(self, now: float) -> list[Action]:
-        """Handles deadlines, unservable choices, parked KV, the queue, released records. Called about every 0.1 s."""
+        """Handles deadlines, unservable choices, parked KV, the queue, released records. Called every TICK_S."""
         actions: list[Action] = []
         self.holding.look_for_roles(now)
         self.holding.update(self._waiting.values(), now)

@@ -17,7 +17,8 @@ from baton.core.errors import HandoffError, InvalidRequest, InvariantError, Join
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.runtime.cluster_token import check_token
-from coordinator.cluster import HandleSigner, ToWorker
+from coordinator.cluster import ToWorker
+from coordinator.policy.handles import signed_targets
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
@@ -52,7 +53,7 @@ class CheckSessions:
         self._table = WorkerTable(LEASE_S, own)
         self._token = token
         self._run_id = secrets.token_hex(8)
-        self._signer = HandleSigner()
+        self._handle_key = secrets.token_bytes(32)
         # Messages to send to each connected worker.
         self._queues: dict[str, asyncio.Queue[ToWorker]] = {}
         # The hand-overs in progress.
@@ -76,8 +77,9 @@ class CheckSessions:
         request = GenerateRequest(secrets.token_hex(8), prompt, max_tokens=2, deadline_s=limit_s, cache_salt=salt)
         name = request.sequence_id
         trial = self._tries[name] = _Try(prefill, decode, asyncio.get_running_loop().create_future())
-        handle = self._signer.target(name, source, target, time.monotonic() + limit_s)
-        self._send(prefill, Prefill(request, (handle,)))
+        placed = name, prefill, (decode,), time.monotonic() + limit_s
+        targets = signed_targets(self._table, self._handle_key, *placed, secrets.token_bytes)
+        self._send(prefill, Prefill(request, targets))
         try:
             async with asyncio.timeout(limit_s):
                 return await trial.result
@@ -126,7 +128,7 @@ class CheckSessions:
             self.refused(error, peer)
             raise
         queue = self._queues[worker] = asyncio.Queue[ToWorker]()
-        queue.put_nowait(Welcome(self._run_id, LEASE_S, LEASE_S / 4, self._signer.key, (), round(now * 1000)))
+        queue.put_nowait(Welcome(self._run_id, LEASE_S, LEASE_S / 4, self._handle_key, (), round(now * 1000)))
         return queue
 
     def is_current(self, worker: str, queue: asyncio.Queue[ToWorker]) -> bool:

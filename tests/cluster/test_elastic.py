@@ -191,7 +191,7 @@ def _hello(e: Elastic, facts: Compatibility) -> LinkHello:
 def _handle(e: Elastic, sequence: SequenceId, name: str, incarnation: int, **changes: object) -> Handle:
     values: dict[str, object] = {"source_worker": "px", "source_incarnation": 1, "destination_worker": name}
     values |= {"destination_incarnation": incarnation, "expires_ms": 1 << 50, "nonce": b"n", **changes}
-    return sign(e.b.cluster._signer.key, Handle(sequence, **values))  # type: ignore[arg-type]
+    return sign(e.b.cluster.handle_key, Handle(sequence, **values))  # type: ignore[arg-type]
 
 
 @pytest.mark.long

@@ -88,8 +88,9 @@ def value_of(name: str) -> float | None:
         for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and constant in [t.id for t in node.targets if isinstance(t, ast.Name)]:
                 return _number(node.value)
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-                together = dict(zip(map(ast.unparse, node.targets[0].elts), node.value.elts, strict=True))  # type: ignore[attr-defined]
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else ()
+                together = dict(zip(map(ast.unparse, targets), node.value.elts, strict=False))
                 if constant in together:
                     return _number(together[constant])
         raise AssertionError(f"{path} has no {constant}")
