@@ -6,9 +6,8 @@
 
 `costs` (`sim.costs.Costs`) determines how long steps, messages and transfers take; a caller with measurements passes
 its own. `engine` makes what a worker computes with (`sim.engine.Engine`): by default a model whose every token is
-checked; `sim.engine.ConstantModel` costs less and has no KV, for thousands of workers, with `verify=False`. Clients
-(`sim.client.Client`) have the times and tokens of their choices in `outcomes`. Without faults, pass
-`Timeouts(watched=False)`: peers then do not watch each other's silence.
+checked, unless `verify=False`. Clients (`sim.client.Client`) have the times and tokens of their choices in `outcomes`.
+Without faults, pass `Timeouts(watched=False)`: peers then do not watch each other's silence.
 
 A worker can be changed while the cluster runs: `kill`, `pause`, `restart`, `drain`; `start_worker` adds one. A worker
 that drains for another role goes on in it, with its blocks, as another `Worker`.

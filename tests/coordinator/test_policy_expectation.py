@@ -18,9 +18,9 @@ from decode.speculation.step_cost import StepCost, StepModel
 from sim.client import Behaviour
 from sim.cluster import Cluster, ClusterOptions, PoolOptions
 from sim.costs import RandomCosts
-from sim.engine import ConstantModel
 from sim.worker import Timeouts
 from tests.support.builders import add_worker
+from tests.support.constant_model import ConstantModel
 from tests.support.decode_pool import COSTS
 from tests.support.placing import Placing, make_choice
 

@@ -9,8 +9,8 @@ import sys
 from baton.core.request import GenerateRequest, SamplingParams
 from sim.client import Behaviour
 from sim.cluster import Cluster, ClusterOptions, PoolOptions
-from sim.engine import ConstantModel
 from sim.worker import Timeouts
+from tests.support.constant_model import ConstantModel
 
 
 def requests(count: int, seed: int) -> list[GenerateRequest]:

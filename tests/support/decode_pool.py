@@ -15,7 +15,7 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from sim.cluster import LAYERS
-from sim.engine import ConstantModel
+from tests.support.constant_model import ConstantModel
 
 BLOCK = 16
 COSTS = ((1, 0.010), (8, 0.012), (64, 0.030), (512, 0.200))
