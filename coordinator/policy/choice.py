@@ -153,8 +153,7 @@ class Fail(NamedTuple):
 # Actions, which the caller of `policy.requests` executes in order. It signs the handles for the named decode workers.
 
 
-@dataclass(frozen=True, slots=True)
-class StartPrefill:
+class StartPrefill(NamedTuple):
     """Compute `request` at `prefill` and offer its KV to `targets`, in order."""
 
     prefill: str
@@ -163,8 +162,7 @@ class StartPrefill:
     deadline_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class AssignTargets:
+class AssignTargets(NamedTuple):
     """Offer the parked KV of `sequence` to `targets`, under `attempt`."""
 
     prefill: str
@@ -174,23 +172,20 @@ class AssignTargets:
     deadline_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send a command to a worker if its session is open; otherwise drop it, since a redial reconciles the state."""
 
     worker: str
     command: Command
 
 
-@dataclass(frozen=True, slots=True)
-class Notify:
+class Notify(NamedTuple):
     """Notify the reader of this choice that its state has changed."""
 
     name: ChoiceId
 
 
-@dataclass(frozen=True, slots=True)
-class Rescheduled:
+class Rescheduled(NamedTuple):
     """`sequence` will be continued under another attempt, at output `next_index`."""
 
     sequence: SequenceId
@@ -198,8 +193,7 @@ class Rescheduled:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class KVParked:
+class KVParked(NamedTuple):
     """No decode worker accepted the KV of `sequence`: it stays at its prefill worker."""
 
     sequence: SequenceId
@@ -294,6 +288,7 @@ class Choice:
     speculation: SpeculationCounters | None = None
     earlier_speculation: SpeculationCounters | None = None
 
+    needs_decode: bool = field(init=False)  # tokens remain for a decode worker after the one that prefill samples
     name: ChoiceId = field(init=False)
     notification: Notify = field(
         init=False
@@ -301,6 +296,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         self.name = self.request.choice_id
+        self.needs_decode = self.request.max_tokens - len(self.request.output) > 1
         self.notification = Notify(self.name)
         self.tokens = list(self.request.output)
         self.queued_at = self.started_at
@@ -332,11 +328,6 @@ class Choice:
     def on_decode(self) -> bool:
         """Whether its decode worker computes the prompt, too: both are the same worker then."""
         return self.prefill is not None and self.prefill is self.decode
-
-    @property
-    def needs_decode(self) -> bool:
-        """Whether tokens remain for a decode worker after the one that prefill samples."""
-        return self.request.max_tokens - len(self.request.output) > 1
 
     @property
     def next_index(self) -> int:
@@ -460,6 +451,7 @@ class Choice:
         if self.prompt_logprobs is not None:  # not requested again: the prompt may then come from a prefix cache
             sampling = replace(sampling, prompt_logprobs=None)
         self.request = replace(self.request, output=tuple(self.tokens), sampling=sampling)
+        self.needs_decode = self.request.max_tokens - len(self.tokens) > 1
         if self.prefill is not None and self.request.output:
             self.generated_by = self.prefill.join.facts
         self.prefill = self.decode = self.decision = None

@@ -188,7 +188,8 @@ class Requests:
     def on_events(self, worker: str, events: StepEvents, now: float) -> list[Action]:
         actions: list[Action] = []
         self.losses.reported(worker, events)
-        queued, sender = self.dispatcher.num_queued, self.workers.get(worker)
+        queue, sender = self.dispatcher.queue, self.workers.get(worker)
+        queued = queue.size
         backlog = 0 if sender is None else sender.backlog_tokens
         for token in events.tokens:
             self._on_tokens(worker, sender, token, now, actions)
@@ -202,10 +203,10 @@ class Requests:
             sender.update_cached(events.kv_cache_events)
         # Tokens free no room, except the first after a prompt; blocks that are free at decode nevertheless are found at
         # the next tick.
-        prefilled = sender is not None and sender.backlog_tokens < backlog
-        rescheduled = self.dispatcher.num_queued > queued
-        if prefilled or rescheduled or events.ended or events.handed_over or events.parked:
-            actions += self._place(now)
+        if queue.size:
+            prefilled = sender is not None and sender.backlog_tokens < backlog
+            if prefilled or queue.size > queued or events.ended or events.handed_over or events.parked:
+                actions += self._place(now)
         return actions
 
     def worker_joined(self, now: float) -> list[Action]:
@@ -322,10 +323,11 @@ class Requests:
                 choice.first_token_at = choice.first_token_at or now
             if appended or event.prompt_logprobs:
                 actions.append(choice.notification)
-            if len(choice.tokens) > choice.grows_at:
-                self.dispatcher.hold(choice)
-            if stage is DECODE and choice.decode is sender and choice.finish is None:
-                return
+            if choice.finish is None:
+                if len(choice.tokens) > choice.grows_at:
+                    self.dispatcher.hold(choice)
+                if stage is DECODE and choice.decode is sender:
+                    return
         tokens = PrefillTokens if worker == choice.prefill_worker else DecodeTokens
         actions += handle(self.table, choice, tokens(worker, event), now)
 
@@ -458,7 +460,7 @@ class Requests:
     def _start(self, choice: Choice, now: float) -> StartPrefill:
         left_s = max(choice.deadline_at - now, 0.001)
         request = replace(choice.request, attempt=choice.attempt, deadline_s=left_s, alone=choice.alone)
-        targets = tuple(target.worker_id for target in choice.targets)
+        targets = tuple([target.worker_id for target in choice.targets])
         return StartPrefill(choice.prefill_worker, request, targets, choice.deadline_at)
 
     def _start_decode(self, choice: Choice, worker: str, now: float) -> None:
@@ -565,7 +567,10 @@ class Requests:
         return actions
 
     def _release(self, worker: str, sequence: SequenceId) -> None:
-        self._released.setdefault(worker, {})[sequence] = None
+        if (released := self._released.get(worker)) is None:
+            self._released[worker] = {sequence: None}
+        else:
+            released[sequence] = None
 
     def _drop_kv(self, choice: Choice | None, event: ParkedBy, now: float) -> list[Action]:
         """Aborts KV that its prefill worker would keep until then."""
