@@ -27,7 +27,10 @@ _HEADS = "ForCausalLM", "ForSequenceClassification", "Model"
 """The ends of an architecture's name: with an LM head, with a classification head, without a head."""
 _GENERATES = "ForCausalLM", "LMHead"  # in the name of an architecture that transformers computes
 # The names of the longest context and of the width in the config.json of different models.
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_POSITIONS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx",
+    "max_target_positions",
+)  # fmt: skip
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 _NO_LIMIT = 1 << 17  # the longest context of a model whose config.json has none of these
 _BY_MODEL_TYPE: dict[str, Architecture] = {

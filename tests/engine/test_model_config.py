@@ -183,6 +183,8 @@ def test_other_architectures_are_left_to_transformers(model_impl: str) -> None:
         "eos_token_id": [5],
     }
     assert parse_config(gpt2, model_impl) == GeneralConfig(320, 64, 1024, (5,))
+    whisper = gpt2 | {"architectures": ["WhisperForCausalLM"], "n_positions": None, "max_target_positions": 448}
+    assert parse_config(whisper, model_impl) == GeneralConfig(320, 64, 448, (5,))
     yarn = config(rope_parameters={"rope_type": "yarn"})
     assert parse_config(yarn, model_impl) == GeneralConfig(320, 64, 4096, (EOS_ID,))
 
