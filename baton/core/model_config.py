@@ -346,17 +346,17 @@ def _llama3(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | None:
 
 def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int, ...]:
     """Returns each layer's sliding window. Mistral: all layers have one unless `sliding_window` is null (absent: 4,096,
-    as in transformers). Qwen: only with `use_sliding_window`, and then the layers that `layer_types` names or, without
-    that list, the layers from `max_window_layers` up."""
+    as in transformers). Qwen: the same, but only with `use_sliding_window`, and only the layers that `layer_types`
+    names or, without that list, those from `max_window_layers` up."""
     if architecture == "LlamaForCausalLM":
         return (0,) * num_layers
     if architecture == "MistralForCausalLM":
         slides = config.get("sliding_window", 4_096) is not None
         window = _int(config, "sliding_window", high=1 << 27, default=4_096) if slides else 0
         return (window,) * num_layers
-    if not _bool(config, "use_sliding_window") or config.get("sliding_window") is None:
+    if not _bool(config, "use_sliding_window") or config.get("sliding_window", 4_096) is None:
         return (0,) * num_layers
-    window = _int(config, "sliding_window", high=1 << 27)
+    window = _int(config, "sliding_window", high=1 << 27, default=4_096)
     types = config.get("layer_types")
     if types is None:
         first = _int(config, "max_window_layers", low=0, high=1_000, default=28)

@@ -154,6 +154,10 @@ def test_sliding_windows_are_read_per_layer() -> None:
     assert windows("llama", sliding_window=24) == (0, 0, 0)
     assert windows("qwen2", sliding_window=24) == (0, 0, 0)
     assert windows("qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=2) == (0, 0, 24)
+    absent = config("qwen3", use_sliding_window=True, max_window_layers=1)
+    del absent["sliding_window"]
+    assert parse_model_config(absent).windows == (0, 4096, 4096)
+    assert windows("qwen3", use_sliding_window=True, sliding_window=None) == (0, 0, 0)
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows("qwen3", use_sliding_window=True, sliding_window=9, layer_types=types) == (9, 0, 9)
     with pytest.raises(StartupError, match="layer_types must list 3 layers"):
