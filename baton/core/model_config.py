@@ -32,6 +32,7 @@ _POSITIONS = (
     "max_target_positions",
 )  # fmt: skip
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+_LARGEST = math.nextafter(math.inf, 0.0)  # a float; math.isfinite cannot take an integer beyond it
 _NO_LIMIT = 1 << 17  # the longest context of a model whose config.json has none of these
 _BY_MODEL_TYPE: dict[str, Architecture] = {
     "llama": "LlamaForCausalLM",
@@ -408,7 +409,7 @@ def _number(config: Mapping[str, Any], field: str, *, low: float, default: float
         value = default
     if value is None:
         raise StartupError(f"config.json: {field} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= _LARGEST:
         raise StartupError(f"config.json: {field} must be a finite number of at least {low}, not {value!r:.60}")
     return float(value)
 

@@ -48,6 +48,7 @@ def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
         ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
         ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta must be a finite number"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
