@@ -117,6 +117,7 @@ def _weight_map(model_dir: Path) -> dict[str, str] | None:
             not isinstance(file_name, str)
             or Path(file_name).name != file_name
             or not file_name.endswith(".safetensors")
+            or not file_name.isprintable()  # NUL and lone surrogates, which no path has, and line ends
         ):
             raise StartupError(f"{_INDEX}: tensor {name} is mapped to {file_name!r:.80}, not a .safetensors file name")
     return weight_map
