@@ -94,8 +94,7 @@ def cluster(*flags: str, tree: Path = ROOT, environment: Mapping[str, str] | Non
         try:
             yield Cluster(ready_url(process, run_dir / "cluster.json"), run_dir)
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+            _stop(process, 60)
 
 
 def ready_url(process: subprocess.Popen[bytes], file: Path, timeout_s: float = 180.0) -> str:
@@ -165,11 +164,17 @@ def serving(
         _wait(process, f"http://127.0.0.1:{port}{ready}", log)
         yield Server(name, ServerTarget(base, first_model(base, ""), "", 600.0, {}))
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        _stop(process, 30)
+
+
+def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Interrupts a process, and kills it if it does not end; processes that a launcher started end with it."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float = 1500.0) -> None:
