@@ -118,7 +118,8 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], vocabulary: dict[str, 
     scores = _list(metadata, "tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise StartupError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
-    if long := next((number for number, token in enumerate(tokens) if len(token) > MAX_TOKEN_CHARS), None):
+    long = next((number for number, token in enumerate(tokens) if len(token) > MAX_TOKEN_CHARS), None)
+    if long is not None:
         raise StartupError(f"tokenizer.ggml.tokens: token {long} has more than {MAX_TOKEN_CHARS} characters")
     merges = [
         (-scores[number], vocabulary[token[:cut]], vocabulary[token[cut:]])

@@ -40,6 +40,13 @@ def byte_level(pre: str) -> dict[str, object]:
     }
 
 
+LONG_FIRST = {
+    "tokenizer.ggml.tokens": ["x" * 2000],
+    "tokenizer.ggml.token_type": [NORMAL],
+    "tokenizer.ggml.scores": [0.0],
+}
+
+
 def merged_by_score(metadata: dict[str, object], text: str) -> list[int]:
     """SentencePiece's algorithm as its paper states it: merge the neighbours whose merged piece scores highest."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]  # type: ignore[assignment]
@@ -119,6 +126,7 @@ def test_text_is_split_as_the_named_way_says(pre: str, text: str, pieces: list[s
         ({"tokenizer.ggml.scores": [1.0]}, "tokenizer.ggml.scores has 1 entries"),
         ({"tokenizer.ggml.scores": None}, "tokenizer.ggml.scores is missing"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "two equal tokens"),
+        (LONG_FIRST, "tokenizer.ggml.tokens: token 0 has more than 1024 characters"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused_by_its_key(change: dict[str, object], message: str) -> None:
