@@ -115,9 +115,8 @@ def llama3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dic
     Raises:
         StartupError: they are not those of any published Llama 3.
     """
-    for factor in _LLAMA3_FACTORS:
-        expected = _divisors(factor, theta, head_dim)
-        if len(expected) == len(factors) and all(map(_close, expected, factors)):
+    for factor in _LLAMA3_FACTORS if len(factors) == head_dim // 2 else ():
+        if all(map(_close, _divisors(factor, theta, head_dim), factors)):
             return {"rope_type": "llama3", "factor": factor} | _LLAMA3
     raise StartupError(f"{ROPE_FACTORS} does not hold the rope scaling of a Llama 3 model: not supported")
 

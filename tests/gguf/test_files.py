@@ -333,6 +333,8 @@ def test_rope_scaling_of_llama_3_follows_from_its_factors() -> None:
     config = LlamaConfig(head_dim=64, rope_parameters=scaling, max_position_embeddings=131072)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500_000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    with pytest.raises(StartupError, match="does not hold the rope scaling of a Llama 3"):
+        llama3_scaling((plain / scaled).tolist(), 500_000.0, 1 << 40)  # refused before any of these is computed
     found = llama3_scaling((plain / scaled).tolist(), 500_000.0, 64)
     assert found == {k: v for k, v in scaling.items() if k != "rope_theta"}
 
