@@ -151,9 +151,12 @@ def _open(file: Path) -> Any:
             return super()._get(offset, dtype, count, override_order)
 
     try:
-        return Bounded(file)
+        reader = Bounded(file)
     except Exception as error:  # of numpy, by what is damaged
         raise StartupError(f"{file.name}: not a GGUF file, or damaged: {' '.join(str(error).split())[:200]}") from None
+    if reader.byte_order == "S":
+        raise StartupError(f"{file.name}: a GGUF file in the byte order of other machines is not supported")
+    return reader
 
 
 def _metadata(file: Path, reader: Any) -> dict[str, Any]:

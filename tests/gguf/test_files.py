@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -289,6 +290,19 @@ def test_counts_and_sizes_beyond_the_end_are_refused_at_once(tmp_path: Path) -> 
         file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + value)
         with pytest.raises(StartupError, match=r"m.gguf: .* the file ends before the data that its header announces"):
             checkpoint_directory(file)
+
+
+def test_a_file_in_the_byte_order_of_other_machines_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    order = gguf.GGUFEndian.BIG if sys.byteorder == "little" else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(file, "llama", endianess=order)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(
+        StartupError, match=r"^m.gguf: a GGUF file in the byte order of other machines is not supported"
+    ):
+        checkpoint_directory(file)
 
 
 def test_a_full_disk_is_one_plain_line_and_leaves_nothing(
