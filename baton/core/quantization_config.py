@@ -123,9 +123,10 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationConfig:
     if config.get("is_marlin_format"):
         raise _unsupported("is_marlin_format", True, (False,))
     rules = config.get("dynamic") or {}
-    if not isinstance(rules, Mapping) or not all(str(rule).startswith("-:") for rule in rules):
+    # Qwen's models have rules without any change, too.
+    if not isinstance(rules, Mapping) or not all(str(rule).startswith("-:") or not rules[rule] for rule in rules):
         raise StartupError(f"{_FIELD}.dynamic is only supported with rules that leave layers out (-:)")
-    ignored = _checked("dynamic", [f"re:{str(rule)[2:]}" for rule in rules])
+    ignored = _checked("dynamic", [f"re:{rule[2:]}" for rule in map(str, rules) if rule.startswith("-:")])
     scheme = Scheme("gptq", bits, 1, _group(config, "group_size"), False, kind == "gptq", "scales")
     return QuantizationConfig("gptq", ((("Linear",), scheme),), ignored)
 

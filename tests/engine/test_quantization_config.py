@@ -70,7 +70,7 @@ NAMES = (
 
 
 def test_layers_that_gptqmodel_leaves_out_are_ignored() -> None:
-    parsed = parse_quantization_config(GPTQ | {"dynamic": {r"-:.*\.down_proj": {}}})
+    parsed = parse_quantization_config(GPTQ | {"dynamic": {"lm_head": {}, r"-:.*\.down_proj": {}, "+:.*up": None}})
     assert [parsed.ignores(name) for name in NAMES] == [False, True, True, True, False, False]
 
 
