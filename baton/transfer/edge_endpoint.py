@@ -56,7 +56,8 @@ class EdgeEndpoint(Protocol):
 
     async def take(self, part: Part, on_posted: Callable[[], None]) -> bool:
         """Receives a part and stores each section that matches its checksum; returns whether all did. `on_posted` is
-        called in the event loop once the receive is open. After it returns or raises, nothing is written."""
+        called in the event loop once the receive is open. After it returns or raises, nothing is written; if the device
+        does not finish writing, it raises InvariantError, also when the edge has failed meanwhile."""
 
     def abort(self, reason: str) -> None:
         """Ends the edge immediately; operations in progress raise soon. Does not block."""
@@ -219,8 +220,10 @@ class LocalEndpoint:
             ended = True
             return storing.result()
         finally:
-            (self._buffers.give_back if ended else self._buffers.drop)(storing.buffer)
-            storing.stop()  # the thread of an aborted edge may still be storing
+            try:
+                storing.stop()  # the thread of an aborted edge may still be storing
+            finally:
+                (self._buffers.give_back if ended else self._buffers.drop)(storing.buffer)
 
     def abort(self, reason: str) -> None:
         self.worker.abort(reason)

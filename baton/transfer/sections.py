@@ -167,9 +167,12 @@ class Storing(_Sections):
         return self._intact
 
     def stop(self) -> None:
-        """From any thread: stops all writing into the blocks; waits milliseconds for a section being stored."""
+        """From any thread: stops all writing into the blocks; waits for a section being stored, milliseconds unless the
+        device hangs. Raises InvariantError if the device did not finish writing."""
         with self._writing:
             self._writable = False
+            if isinstance(self._error, InvariantError):
+                raise self._error
 
     def _store(self, section: Section, sum_: int) -> None:
         if checksum(self.identity_of(section), self.bytes_of(section)) != sum_:
@@ -179,7 +182,7 @@ class Storing(_Sections):
         with self._writing:
             if self._writable:
                 unpack(view.to(layers.device), layers, self._slots)
-                _finish_writing(layers.device)
+                self._finish_writing(layers.device)
                 self.stored += 1
 
     def _check_on_device(self, index: int, sum_: Tensor) -> None:
@@ -202,16 +205,17 @@ class Storing(_Sections):
                 elif self._writable:
                     unpack(self.bytes_of(section), self.layers_of(section), self._slots)
                     self.stored += 1
-            _finish_writing(device)  # the engine reads the blocks on another stream
+            self._finish_writing(device)  # the engine reads the blocks on another stream
 
-
-def _finish_writing(device: torch.device) -> None:
-    """Raises InvariantError, which ends the worker, when the device does not finish: it would write later, into blocks
-    that belong to another sequence by then."""
-    try:
-        finish(device, _DEVICE_TIMEOUT_S)
-    except HandoffError as error:
-        raise InvariantError(f"writing KV into blocks: {error.message}") from None
+    def _finish_writing(self, device: torch.device) -> None:
+        """Raises InvariantError, which ends the worker, when the device does not finish: it would write later, into
+        blocks that belong to another sequence by then."""
+        try:
+            finish(device, _DEVICE_TIMEOUT_S)
+        except HandoffError as error:
+            # Kept before the lock is released: `stop` reads it next. It matters more than an earlier error.
+            self._error = InvariantError(f"writing KV into blocks: {error.message}")
+            raise self._error from None
 
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
