@@ -44,7 +44,7 @@ BUGS = (
     # The coordinator: attempts, journal, recovery.
     bug(
         "attempt check dropped",
-        46,
+        84,
         REQUESTS,
         "if choice is None or choice.attempt != event.sequence.attempt:",
         "if choice is None:",
@@ -52,7 +52,7 @@ BUGS = (
     ),
     bug(
         "wrong resume index",
-        2,
+        3,
         SEQUENCE,
         "            num_sampled,\n            len(self.output),\n",
         "            num_sampled,\n            len(self.output) - len(self.request.output),\n",
@@ -73,42 +73,42 @@ BUGS = (
     ),
     bug(
         "loss of a decode worker ignored",
-        27,
+        46,
         REQUESTS,
         "if event.worker == choice.decode_worker and choice.finish is None:",
         "if event.worker == choice.decode_worker and event.drained and choice.finish is None:",
     ),
     bug(
         "parked KV is never offered again",
-        1,
+        10,
         REQUESTS,
         "                actions += handle(self.table, choice, OfferDue(), now)\n",
         "                pass\n",
     ),
     bug(
         "unknown sequence not rescheduled",
-        2,
+        86,
         REQUESTS,
         "in (ErrorCode.DRAINING, ErrorCode.ABANDONED) or (unknown and here):",
         "in (ErrorCode.DRAINING, ErrorCode.ABANDONED):",
     ),
     bug(
         "choices that were never queued keep their room",
-        7,
+        2,
         REQUESTS,
         "            self.dispatcher.forget(choice.name)\n",
         "",
     ),
     bug(
         "transition missing from the table",
-        19,
+        2,
         REQUESTS,
         "            ([PARKED], [ParkedBy], to(ignore)),  # repeated after a redial\n",
         "",
     ),
     bug(
         "blocked head of the queue is never looked at again",
-        2,
+        7,
         "coordinator/policy/pool.py",
         "        if room > self.room and room >= self.pool.awaited:\n            self.pool.grown = True\n",
         "",
@@ -116,7 +116,7 @@ BUGS = (
     # Membership.
     bug(
         "lease not fenced",
-        8,
+        4,
         WORKERS,
         "        return None if worker is None or worker.lost else worker\n",
         "        return worker\n",
@@ -131,26 +131,26 @@ BUGS = (
     # Sessions: what is sent again.
     bug(
         "resent tokens begin one too late",
-        85,
+        133,
         LOG,
         "start = max(item.next_index, first)",
         "start = max(item.next_index + 1, first)",
     ),
     bug(
         "parked KV not reported again",
-        61,
+        216,
         LOG,
         "parked=tuple(record.parked for record in records if record.parked is not None)",
         "parked=()",
     ),
     bug(
         "lost sequences not reported",
-        2,
+        14,
         RECONCILE,
         "if t.here and t.sequence not in here and not log.done(t.sequence)",
         "if False",
     ),
-    bug("untracked sequences kept", 2, RECONCILE, "frozenset(new | listed)", "frozenset({*new, *listed, *present})"),
+    bug("untracked sequences kept", 113, RECONCILE, "frozenset(new | listed)", "frozenset({*new, *listed, *present})"),
     # Blocks and the prefix cache.
     bug(
         "pin not dropped",
@@ -161,7 +161,7 @@ BUGS = (
     ),
     bug(
         "block freed before the acknowledgement",
-        29,
+        34,
         P_SCHEDULER,
         '            self.blocks.hold(self._to_send(sequence), Holder("send", sequence.id))\n',
         "            pass\n",
@@ -188,7 +188,7 @@ BUGS = (
     ),
     bug(
         "last token taken from the cache",
-        7,
+        11,
         "baton/core/prefix_cache.py",
         "self._keys(sequence, sequence.num_tokens - 1)",
         "self._keys(sequence, sequence.num_tokens)",
@@ -205,14 +205,14 @@ BUGS = (
     ),
     bug(
         "partly received block is cached",
-        1,
+        6,
         HELD_BLOCKS,
         "            num_tokens -= num_tokens % self._layout.block_size\n",
         "            num_tokens += -num_tokens % self._layout.block_size\n",
     ),
     # Hand-overs.
-    bug("handle reused", 31, D_ADMISSION, "            self._spent.spend(offer.handle, admission.run_clock_ms)\n", ""),
-    bug("tombstone ignored", 56, D_ADMISSION, "if self.tombstones.covers(sequence, now):", "if False:"),
+    bug("handle reused", 51, D_ADMISSION, "            self._spent.spend(offer.handle, admission.run_clock_ms)\n", ""),
+    bug("tombstone ignored", 213, D_ADMISSION, "if self.tombstones.covers(sequence, now):", "if False:"),
     bug(
         "sequence starts when one edge is complete",
         1,
@@ -222,14 +222,14 @@ BUGS = (
     ),
     bug(
         "reservation kept after an abort in flight",
-        2,
+        3,
         D_ADMISSION,
         "                    self.scheduler.receive_ended(sequence_id)\n",
         "                    pass\n",
     ),
     bug(
         "damaged chunk counts as received",
-        4,
+        16,
         D_HANDOVER,
         "        if not event.intact:\n",
         "        if False:\n",
@@ -237,7 +237,7 @@ BUGS = (
     ),
     bug(
         "reoffered KV begins after the last target",
-        1,
+        8,
         P_HANDOVER,
         'self.targets, self._next_target, self._reason = event.targets, 0, "no target assigned"',
         'self.targets, self._reason = event.targets, "no target assigned"',
@@ -259,7 +259,7 @@ BUGS = (
     # Sampling and speculation.
     bug(
         "penalty state forgotten",
-        2,
+        15,
         SEQUENCE,
         "            output = tuple(self.output)\n",
         "            output = tuple(self.output[len(self.request.output) :])\n",
@@ -280,7 +280,7 @@ BUGS = (
     ),
     bug(
         "KV of rejected draft tokens counts as computed",
-        6,
+        1,
         D_SCHEDULER,
         "            sequence.num_computed = row.end - row.num_sampled + len(taken)\n",
         "            sequence.num_computed = row.end\n",
