@@ -72,6 +72,10 @@ def config_json(metadata: Metadata, names: Sequence[str], rope_factors: Sequence
         for key in ("rope.scaling.factor", "rope.scale_linear"):
             if of(key, float, int, default=0) not in (0, 1):
                 raise StartupError(f"{kind}.{key} {of(key, float, int)!r:.60} is not supported")
+    if of("rope.scaling.attn_factor", float, int, default=1) != 1:  # which llama.cpp applies without a type, too
+        raise StartupError(
+            f"{kind}.rope.scaling.attn_factor {of('rope.scaling.attn_factor', float, int)!r:.60} is not supported"
+        )
     if not metadata.get(f"{kind}.attention.causal", True):
         raise StartupError(f"{kind}.attention.causal false is not supported")
     hidden, heads = of("embedding_length", int), of("attention.head_count", int)

@@ -203,6 +203,7 @@ def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path)
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type 'yarn' is not supported"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor 4.0 is not supported"),
         ({"llama.rope.scale_linear": 2.0}, "llama.rope.scale_linear 2.0 is not supported"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor 1.5 is not supported"),
         ({"llama.attention.causal": False}, "llama.attention.causal false is not supported"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.context_length": "long"}, "llama.context_length must be int"),
