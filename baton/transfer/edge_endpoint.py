@@ -8,6 +8,8 @@ dead; both sides create a new one under the next generation.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -211,19 +213,19 @@ class LocalEndpoint:
 
     async def take(self, part: Part, on_posted: Callable[[], None]) -> bool:
         storing = self._staged(Storing, part)
-        ended = False
         try:
             if self._rank.expect is not None:  # all blocks of the sequence, before its later chunks arrive
                 self._rank.expect(part.block_ids)
             arrived = storing.arrived
             await self.worker.recv(storing.buffer.view, on_posted=on_posted, ends=storing.ends, arrived=arrived)
-            ended = True
-            return storing.result()
-        finally:
+        except BaseException:
             try:
-                storing.stop()  # the thread of an aborted edge may still be storing
+                await _stop(storing)  # the thread of an aborted edge may still be storing
             finally:
-                (self._buffers.give_back if ended else self._buffers.drop)(storing.buffer)
+                self._buffers.drop(storing.buffer)
+            raise
+        self._buffers.give_back(storing.buffer)
+        return storing.result()
 
     def abort(self, reason: str) -> None:
         self.worker.abort(reason)
@@ -245,3 +247,16 @@ class LocalEndpoint:
 
     def __repr__(self) -> str:
         return f"<LocalEndpoint {self.worker!r}>"
+
+
+async def _stop(storing: Storing) -> None:
+    """Stops storing, and returns only then, even if cancelled. On another thread: a device that hangs would block the
+    event loop for longer than a lease."""
+    stopping = asyncio.get_running_loop().run_in_executor(None, storing.stop)
+    try:
+        await asyncio.wait({stopping})
+    finally:
+        while not stopping.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({stopping})
+        stopping.result()

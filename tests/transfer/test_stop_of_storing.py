@@ -75,6 +75,30 @@ async def test_an_edge_that_fails_first_does_not_hide_a_device_that_hangs(monkey
     assert await device.endpoint.close(HANG_S)
 
 
+@pytest.mark.parametrize("cancels", [0, 2])
+async def test_the_event_loop_runs_while_a_failed_edge_stops_storing(
+    cancels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader's loop also sends pings. The blocks and the buffer are in use until the device has finished."""
+    device, dropped = HangingDevice(monkeypatch, finishes=True), list[bool]()
+    drop = device.rank.buffers.drop
+    monkeypatch.setattr(device.rank.buffers, "drop", lambda buffer: (dropped.append(device.go.is_set()), drop(buffer)))
+    taking = asyncio.create_task(device.endpoint.take(PART, lambda: None))
+    assert await asyncio.to_thread(device.writing.wait, HANG_S)
+    device.endpoint.abort("recv exceeded its limit")
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    for _ in range(cancels):
+        taking.cancel()
+        await asyncio.sleep(0.01)
+    assert not taking.done() and dropped == []
+    device.go.set()
+    with pytest.raises(asyncio.CancelledError if cancels else HandoffError):
+        await taking
+    assert dropped == [True]
+    assert await device.endpoint.close(HANG_S)
+
+
 async def test_a_follower_whose_device_hangs_ends_though_its_edge_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:
     device, failed, ended = HangingDevice(monkeypatch), list[InvariantError](), threading.Event()
     reports: list[Any] = []
