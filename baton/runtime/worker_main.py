@@ -161,6 +161,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         from baton.engine.device import choose_device, gpu_uuids
         from baton.runtime.health import serving_health
         from baton.runtime.worker_ranks import lead, leave_torchrun
+        from baton.transfer.nccl import configure_nccl
     imported = len(sys.modules) - before
     send_heartbeats()  # not before: loading libraries from a cold file system blocks the interpreter for long
     if not config.replace:  # its predecessor may still have them
@@ -168,6 +169,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started, given = time.monotonic(), with_certificates(config)
+    configure_nccl(given.host)  # before CUDA is used: choosing a device initialises its driver
     device = choose_device(given.device).type
     config = for_device(given, role, device)
     options = _engine_options(role, given, device, ranks)
@@ -278,8 +280,10 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
     with lasting_imports():
         from baton.engine.device import choose_device
         from baton.runtime.worker_ranks import follow
+        from baton.transfer.nccl import configure_nccl
 
     send_heartbeats()
+    configure_nccl(config.host)  # before CUDA is used, as in `_serve`
     follow(ranks, _engine_options(role, with_certificates(config), choose_device(config.device).type, ranks))
 
 

@@ -34,7 +34,7 @@ from baton.runtime.frames import AdapterLoaded, LoadAdapter
 from baton.runtime.options import error_line
 from baton.runtime.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
 from baton.transfer.edge_endpoint import LocalEndpoints, MakeEndpoint, make_buffers
-from baton.transfer.nccl import configure_nccl, local_gpus
+from baton.transfer.nccl import local_gpus
 from baton.transfer.shared_buffers import keep_memory_exportable
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.stream_pool import know_streams
@@ -65,7 +65,6 @@ class RankGroup:
 @contextmanager
 def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[RankGroup]:
     """Runs the block as the leader; when it ends, all ranks end: normally, or with the block's error."""
-    configure_nccl(options.host)
     if ranks.size == 1:
         _prepare_device(options, ranks)
         runner = load_runner(options, on_stage)
@@ -96,7 +95,6 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
 
 def follow(ranks: Ranks, options: EngineOptions) -> None:
     """Computes the steps that the leader plans until the leader has drained."""
-    configure_nccl(options.host)
     store, channel = _join(ranks)
     with _reporting_errors(channel):
         _prepare_device(options, ranks)
