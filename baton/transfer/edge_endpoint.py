@@ -23,14 +23,16 @@ from baton.core.kv_layout import KVLayout
 from baton.core.reshard import EdgePlan
 from baton.transfer.edge import EdgeSpec, Side, allocator, buffer_device, make_edge
 from baton.transfer.edge_thread import EdgeWorker
-from baton.transfer.sections import Packing, Storing, device_checksum
-from baton.transfer.staging import Kind, Layers, PagedLayers, locate, pack, unpack
+from baton.transfer.sections import Packing, Storing
+from baton.transfer.staging import Kind, Layers, PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers, pinned_buffer
 from baton.transfer.streams import finish, own_stream
 
 _Staged = TypeVar("_Staged", Packing, Storing)
 OrderBehind = Callable[[int], None]
 _WARM_UP_S = 60.0
+_WARM_UP_TOKENS = 17
+"""On a GPU torch selects more than 16 rows with another kernel than fewer."""
 
 
 class EdgeEndpoint(Protocol):
@@ -130,15 +132,22 @@ class LocalEndpoints:
             self._warm_up(device)
 
     def _warm_up(self, device: torch.device) -> None:
-        """Compiles and loads the kernels before the first hand-over, whose limits are seconds. Block 0 is overwritten
-        with its own bytes."""
-        layers = PagedLayers.of(self._layers)
+        """Compiles and loads the kernels before the first hand-over, whose limits are seconds, by packing and storing
+        as hand-overs do. Block 0 is overwritten with its own bytes."""
+        layers = PagedLayers.of(self._layers)  # as layers of one group
+        num_bytes = sum(layers.layer_bytes(0, _WARM_UP_TOKENS))
+        blocks = (0,) * -(-_WARM_UP_TOKENS // self.block_size)
+        part = Part(blocks, 0, _WARM_UP_TOKENS, num_bytes, b"")
+        buffer = self.buffers.take(num_bytes)
+        how = layers, self.block_size, part, buffer, 1  # a section for each layer: a hand-over has several
+        packing, storing = Packing(*how), Storing(*how)
         with own_stream(device):
-            slots = locate(layers, (0,), self.block_size, 0, 1)  # as layers of one group
-            buf = pack(layers, slots)
-            device_checksum(b"", buf, torch.empty(1, dtype=torch.int64, device=device))
-            unpack(buf, layers, slots)
+            packing.begin()
             finish(device, _WARM_UP_S)
+            for index in range(len(packing.sections)):
+                storing.arrived(index, packing.ready(index))
+            storing.result()  # raises what `arrived` kept
+        self.buffers.drop(buffer)
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEndpoint:
         device = buffer_device(self.kind, self._layers[0][0].device)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.errors import HandoffError, InvariantError
 from baton.engine.device_stream import StepMarks
-from baton.transfer import sections, streams
+from baton.transfer import sections, staging, streams
+from baton.transfer.edge_endpoint import LocalEndpoints
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
@@ -92,6 +94,42 @@ def test_kv_is_read_after_the_step_that_wrote_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sections, "pack", lambda *where: (order.append("read"), pack(*where)))
     device.packing.begin()
     assert order == ["behind"] + ["read"] * LAYERS
+
+
+class Calls(TorchDispatchMode):
+    """Records the operations of torch, and how many rows are selected at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.rows = set[str](), 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(call))
+        if call is torch.ops.aten.index_select.out:
+            self.rows = max(self.rows, args[2].numel())
+        return call(*args, **kwargs or {})
+
+
+def test_the_warm_up_runs_all_that_a_hand_over_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is compiled or loaded at its first use would delay the first hand-over."""
+    monkeypatch.setattr(staging, "_MOST_RUNS", 0)  # on a GPU single tokens are copied
+    begin = sections._Sections.__init__
+
+    def on_device(self: Any, *settings: Any, **more: Any) -> None:
+        begin(self, *settings, **more)
+        self.on_device = True
+
+    monkeypatch.setattr(sections._Sections, "__init__", on_device)
+    layers = pool(1.0)
+    ends = LocalEndpoints(layers, BLOCK, "127.0.0.1")
+    with Calls() as warm_up:
+        ends._warm_up(torch.device("cpu"))
+    assert equal(layers, pool(1.0)) == [True] * LAYERS and ends.buffers.idle_bytes == 0
+    device = Device(monkeypatch)
+    with Calls() as hand_over:
+        device.move()
+    assert device.storing.result() and {"aten.cat.default", "aten.eq.Tensor"} <= hand_over.names
+    assert hand_over.names <= warm_up.names and warm_up.rows > 16
 
 
 class Event:
