@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from typing import Literal, cast
 
@@ -55,10 +56,14 @@ def check_capability(device: torch.device) -> None:
 
 
 def gpu_uuids(device_option: str, local_size: int) -> list[str]:
-    """The UUIDs, as NVML writes them, of the GPUs that a worker's ranks on this machine compute on; none on CPU."""
+    """The UUIDs, as NVML writes them, of the GPUs or MIG instances that a worker's ranks on this machine compute on;
+    none on CPU. torch does not tell the two apart, but only UUIDs name MIG instances in CUDA_VISIBLE_DEVICES."""
     if choose_device(device_option).type != "cuda":
         return []
     used = range(min(local_size, torch.cuda.device_count()))
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if named[0].startswith("MIG-"):
+        return named[: len(used)]
     return [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in used]
 
 

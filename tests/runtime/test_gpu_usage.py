@@ -78,6 +78,28 @@ def test_a_worker_on_the_cpu_has_no_gpu_uuids() -> None:
     assert gpu_uuids("cpu", 2) == []
 
 
+@pytest.mark.parametrize(
+    ("visible", "uuids"),
+    [
+        (None, ["GPU-0", "GPU-1"]),
+        ("3,1", ["GPU-0", "GPU-1"]),
+        ("GPU-a,GPU-b", ["GPU-0", "GPU-1"]),
+        ("MIG-a, MIG-b,MIG-c", ["MIG-a", "MIG-b"]),
+    ],
+)
+def test_gpus_are_named_as_nvml_names_them(
+    visible: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a MIG instance torch reports a UUID without its kind."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=number))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_uuids("cuda", 2) == uuids
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 async def test_a_missing_driver_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with asyncio.timeout(30), watching_gpus(["GPU-a"], lambda usage: None):
