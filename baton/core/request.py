@@ -154,8 +154,9 @@ class GenerateRequest:
 
     @property
     def max_kv_tokens(self) -> int:
-        """For how many tokens KV is computed at most: the prompt and the longest output, except its last token."""
-        return len(self.prompt) + self.max_tokens - 1
+        """For how many tokens KV is computed at most: the prompt and the longest output, except its last token, unless
+        that is part of a later attempt, which computes the prompt's log-probabilities."""
+        return max(len(self.prompt) + self.max_tokens - 1, self.num_prefill_tokens)
 
 
 def finish_reason(request: GenerateRequest, output_len: int, last_token: int) -> FinishReason | None:

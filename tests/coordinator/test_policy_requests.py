@@ -33,6 +33,7 @@ from coordinator.policy.choice import Action, AssignTargets, Choice, Notify, Sen
 from coordinator.policy.expectation import START_TOKENS
 from coordinator.policy.membership import WorkerState
 from coordinator.policy.requests import MAX_TIMES_PARKED, PARKED_S, InFlightCounts, Requests
+from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import bring_to, make_join, make_request
 
@@ -352,6 +353,29 @@ def test_workers_that_computed_only_the_prompt_logprobs_again_are_aborted() -> N
     d.tokens("p1", r.sequence, 3, 7, prompt_logprobs=(TokenLogprob(2, -1.0, 1), TokenLogprob(3, -1.0, 1)))
     assert r.ended and (r.tokens, r.finish) == ([5, 6, 99], "stop")
     assert {(w, c.sequence) for w, c in d.sent(Abort)} >= {("p1", r.sequence), ("d0", r.sequence)}
+
+
+@pytest.mark.parametrize("split", ["always", "auto"])
+def test_a_whole_output_that_fits_no_worker_as_a_prompt_is_not_placed(split: Split) -> None:
+    """Its prompt's log-probabilities are lost with a prefill worker. It would wait on a decode worker for blocks that
+    this does not have, and all that came later behind it."""
+    d = Drive()
+    d.requests = Requests(d.table, 100, 10_000, 30.0, 5, split)
+    for name in ("p0", "d0", "p1"):
+        d.join(name, blocks=4)
+    r, s = d.at(Stage.PREFILL, prompt=tuple(range(10)), max_tokens=7, sampling=SamplingParams(prompt_logprobs=0))
+    d.tokens("d0", s, 0, *range(20, 27))
+    d.ended("d0", s, reason="length")
+    d.lose("p1" if r.prefill_worker == "p0" else "p0")
+    d.lose(r.prefill_worker)
+    d.take(StartPrefill)
+    d.join("p0" if split == "always" else "p1", blocks=4)
+    assert r.stage is Stage.QUEUED and not d.take(StartPrefill)
+    other = d.submit("other")
+    assert other.stage is Stage.PREFILL, "nothing waits for it"
+    d.tick()
+    d.tick(31.0)
+    assert d.error(r).code == "exceeds_pool"
 
 
 def test_hold_timeout_applies_to_kv_parked_before_its_first_token() -> None:
