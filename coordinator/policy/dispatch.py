@@ -331,6 +331,7 @@ class Dispatcher:
     def _place(self, choice: Choice, closed: dict[WorkerClass, Closed]) -> bool:
         """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed` to
         it; else closes those that could ever hold it."""
+        lacking: list[tuple[WorkerClass, Lack, float]] = []
         candidates = [
             each
             for each in self._candidates(choice)
@@ -349,8 +350,9 @@ class Dispatcher:
             if self._too_small(choice, each) is None:
                 if lack is None:
                     lack = self._wait_for(choice, pick)
-                below = self._overtaken_below(choice, each, pick)
-                closed.setdefault(each, Closed(each.changes)).add(choice, lack, below)
+                lacking.append((each, lack, self._overtaken_below(choice, each, pick)))
+        for each, lack, below in lacking:
+            closed.setdefault(each, Closed(each.changes)).add(choice, lack, below)
         return False
 
     def _wait_for(self, choice: Choice, pools: tuple[Pool, ...]) -> Lack:

@@ -49,6 +49,21 @@ def test_workers_of_two_revisions_are_never_paired() -> None:
     d.check()
 
 
+def test_a_choice_that_goes_to_another_class_closes_none_to_those_behind_it() -> None:
+    p = Placing(WorkerTable(3.0))
+    for name in ("p0", "p1", "p2", "d0"):
+        p.table.join(make_join(name, blocks=64, step_tokens=8), 0.0)
+    for number in range(3):
+        p.submit(make_choice(f"before{number}", 8, 12, age=number))
+    assert len(p.place()) == 3
+    for name in ("pz", "dz"):
+        p.table.join(replace(make_join(name, blocks=64, step_tokens=8), revision="v2"), 0.0)
+    p.submit(make_choice("long", 12, 16, age=5))  # only pz has room for it
+    p.submit(make_choice("short", 6, 10, age=6))
+    assert [(each.name, each.prefill[1].isdigit()) for each in p.place()] == [("long", False), ("short", True)]
+    assert p.dispatcher.role_without_room is None
+
+
 def test_workers_of_two_domains_are_never_paired_and_share_a_revision() -> None:
     d = Placing(WorkerTable(3.0, None))
     workers = {"p0": "rack-1", "d0": "rack-1", "p1": "rack-2", "d1": "rack-2"}
