@@ -40,6 +40,7 @@ from coordinator.policy.choice import (
     StartPrefill,
 )
 from coordinator.policy.handles import signed_targets
+from coordinator.policy.losses import MAX_TOKENS
 from coordinator.policy.pool import Worker as Member
 from coordinator.policy.requests import TICK_S, Requests
 from coordinator.policy.split import Split
@@ -60,6 +61,8 @@ class CoordinatorOptions:
     hold_s: float = 30.0
     max_deaths: int = 5
     split: Split = "always"
+    retry_tokens: float = MAX_TOKENS
+    """What its retry budget begins with."""
 
 
 class Coordinator(Process):
@@ -86,6 +89,7 @@ class Coordinator(Process):
             options.max_deaths,
             options.split,
         )
+        self.requests.losses.budget.tokens = options.retry_tokens
         self.run_id = f"run-{incarnation}"
         self.readers: dict[ChoiceId, Callable[[], object]] = {}
         self.joins_refused = 0

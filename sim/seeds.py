@@ -17,6 +17,7 @@ from typing import Literal
 
 from baton.core.errors import InvariantError
 from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParams
+from coordinator.policy.losses import MAX_TOKENS
 from coordinator.policy.split import Split
 from sim.client import RETRY_S, Behaviour
 from sim.cluster import LAYERS, Cluster, ClusterOptions, PoolOptions
@@ -212,7 +213,8 @@ def make_cluster(draw: random.Random, trace: Trace | None, crowded: bool, window
         max_queued_requests=draw.choice((4, 1024)), hold_s=draw.choice((2.0, 30.0)), max_deaths=5
     )
     seed = draw.getrandbits(48)
-    coordinator = replace(coordinator, split=random.Random(seed).choice(_SPLITS))
+    more = random.Random(seed)
+    coordinator = replace(coordinator, split=more.choice(_SPLITS), retry_tokens=more.choice((0.0, 1.0, MAX_TOKENS)))
     layers = tuple(replace(layer, window=window) for layer in LAYERS)
     cluster = Cluster(
         ClusterOptions(prefill, decode, coordinator, layers, expected_output_tokens=1.0 if crowded else None),

@@ -107,6 +107,13 @@ BUGS = (
         "",
     ),
     bug(
+        "a refused retry is missing from the table",
+        42,
+        REQUESTS,
+        "to(self._on_lost_prefill, QUEUED, ENDED)),\n            ([DECODE], [LostWorker]",
+        "to(self._on_lost_prefill, QUEUED)),\n            ([DECODE], [LostWorker]",
+    ),
+    bug(
         "blocked head of the queue is never looked at again",
         7,
         "coordinator/policy/pool.py",
