@@ -35,7 +35,8 @@ from baton.transfer.stream_pool import NCCL_PRIORITY, stream_pool
 NEVER = timedelta(days=1)
 """The operation timeout given to PyTorch: its handling of a timeout does more harm than the hang."""
 MAX_CTAS = 4
-"""Channels of one edge; each uses a few MB of buffers on both GPUs, and one SM while it moves bytes."""
+"""Channels of one edge; each uses a few MB of buffers on both GPUs, and one SM while an operation runs: the kernel of a
+posted receive spins there until the sender comes."""
 _POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.002
 _ABORT_GRACE_S = 0.2
 
