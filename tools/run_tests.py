@@ -1,5 +1,5 @@
-"""`make test`: runs the suite on all cores, in one process per CORES_EACH cores (enough to start a cluster), but four
-at least: three leave a fifth of two cores idle, since tests wait for processes and timeouts.
+"""`make test`: runs the suite on all cores, in one process per CORES_EACH cores (enough to start a cluster), but three
+at least: two leave a quarter of two cores idle, since tests wait for processes and timeouts.
 
 A file's tests stay in one process, in their order, and are collected there (by_file.py). Arguments go to pytest.
 `make test-long` runs its own the same way.
@@ -23,7 +23,7 @@ _ROOM = {"BATON_TEST_ROOM": "x" * (64 << 10)}
 _FORKING = ("-c", "from tests.support import forks; forks.test_processes()", "x" * (16 << 10))
 _FORKED = shlex.join([sys.executable, "-m", "tests.support.suite_process"])
 _IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
-CORES_EACH, LEAST_PROCESSES, MOST_PROCESSES = 4, 4, 8
+CORES_EACH, LEAST_PROCESSES, MOST_PROCESSES = 4, 3, 8  # each loads torch and transformers: 0.5 GB
 
 
 def main() -> int:
