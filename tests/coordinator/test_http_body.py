@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -332,8 +333,9 @@ async def test_closing_the_parser_ends_the_child_process() -> None:
 
 async def until_exited(pid: int) -> None:
     async with asyncio.timeout(HANG_S):
-        while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone
+            while "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+                await asyncio.sleep(0.02)
 
 
 def test_child_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
