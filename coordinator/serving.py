@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, cast
 
@@ -163,7 +164,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         write_ready_file(config.ready_file, addresses)
 
         await stop.wait()  # until a signal, or a background task fails
-        if hand_over.is_set() or not config.drain_workers:
+        if _failed(background):
+            pass  # workers keep their sequences, and dial the next coordinator
+        elif hand_over.is_set() or not config.drain_workers:
             for server in servers.values():
                 server.hand_over()
             background.append(asyncio.create_task(public.stop(config.drain_timeout_s), name="gRPC server"))
@@ -185,8 +188,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             await asyncio.to_thread(tracing.close)
         await asyncio.to_thread(responses.close)
         text.close()
-    failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
-    if failed:
+    if failed := _failed(background):
         raise StartupError(f"{failed[0].get_name()} failed: {failed[0].exception()}")
 
 
@@ -251,6 +253,10 @@ def read_own_model(model_dir: Path) -> OwnModel:
 def _set_both(one: asyncio.Event, other: asyncio.Event) -> None:
     one.set()
     other.set()
+
+
+def _failed(tasks: Iterable[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    return [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
 
 
 def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:
