@@ -104,7 +104,7 @@ def directory_of(url: str) -> Path | None:
         for addresses_file in _runs().glob(f"*/{CLUSTER}"):
             known = reading(addresses_file)
             urls = {str(known[name]).rpartition("//")[2] for name in ("url", "admin") if known.get(name)}
-            if url.rpartition("//")[2].rstrip("/") in urls:
+            if url.rpartition("//")[2].rstrip("/") in urls and is_held(addresses_file.parent):  # else it was killed
                 return addresses_file.parent
     return None
 

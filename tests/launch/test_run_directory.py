@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import StartupError
-from launch.run_directory import directory_of, local_token, run_directory, write_token
+from launch.run_directory import LOCK, directory_of, local_token, run_directory, write_token
 from tests.support.model_dirs import text_dir
 
 HOLDER = """
@@ -167,10 +167,25 @@ def test_token_of_a_cluster_in_the_default_directory_is_found_by_its_url(
 def test_a_cluster_is_named_by_its_url_and_by_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`baton roll ""` replaced the processes of a cluster that has no address for operators alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run = tmp_path / "baton" / "runs" / "one"
-    run.mkdir(parents=True)
-    (run / "cluster.json").write_text('{"url": "http://127.0.0.1:1234"}')
-    for url in ("127.0.0.1:1234", "http://127.0.0.1:1234/"):
-        assert directory_of(url) == run
-    for url in ("", "/", "http://", "None", "127.0.0.1:123"):
-        assert directory_of(url) is None
+    with run_directory("") as run:
+        (run / "cluster.json").write_text('{"url": "http://127.0.0.1:1234"}')
+        for url in ("127.0.0.1:1234", "http://127.0.0.1:1234/"):
+            assert directory_of(url) == run
+        for url in ("", "/", "http://", "None", "127.0.0.1:123"):
+            assert directory_of(url) is None
+
+
+def test_the_directory_of_a_killed_cluster_is_not_taken_for_the_present_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still has the address, which `baton up` uses again, and another token."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with run_directory("") as run:
+        for number in range(5):
+            killed = run.parent / f"killed{number}"
+            killed.mkdir()
+            (killed / LOCK).touch()
+            (killed / "cluster.json").write_text('{"url": "http://127.0.0.1:1234"}')
+        assert directory_of("http://127.0.0.1:1234") is None
+        (run / "cluster.json").write_text('{"url": "http://127.0.0.1:1234"}')
+        assert directory_of("http://127.0.0.1:1234") == run
