@@ -124,8 +124,10 @@ class WorkerSession:
 
         Raises:
             JoinRefused: this worker does not fit the cluster; the message names the field.
+            InvariantError: a bug, also if it ended the watch for the coordinator's silence.
         """
-        watchdog = asyncio.create_task(self._watch_lease(), name="lease watchdog")
+        watchdog, running = asyncio.create_task(self._watch_lease(), name="lease watchdog"), asyncio.current_task()
+        watchdog.add_done_callback(lambda task: running.cancel() if running and not task.cancelled() else None)
         delay, alone_since, logged_at = 0.1, self._clock(), -math.inf
         try:
             while not self._left.is_set():
@@ -152,6 +154,11 @@ class WorkerSession:
                     delay = 0.1
                 await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # all workers lose a coordinator at the same time
                 delay = min(delay * 2, 1.0)
+        except asyncio.CancelledError:
+            if running and watchdog.done() and not watchdog.cancelled():
+                running.uncancel()
+                watchdog.result()  # raises: it ends only by a violated invariant
+            raise
         finally:
             watchdog.cancel()
 

@@ -100,6 +100,25 @@ async def test_a_violated_invariant_ends_the_session_and_an_unexpected_message_o
     assert not errors
 
 
+async def test_a_violated_invariant_in_the_watch_for_silence_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the worker would never again notice that its coordinator is silent."""
+    session = WorkerSession("nowhere:1", Owner())
+
+    async def fails() -> None:
+        raise InvariantError("a bug")
+
+    async def waits() -> str:
+        await asyncio.sleep(60.0)
+        return ""
+
+    monkeypatch.setattr(session, "_watch_lease", fails)
+    monkeypatch.setattr(session, "_one_session", waits)
+    async with asyncio.timeout(30):
+        with pytest.raises(InvariantError, match="a bug"):
+            await session.run()
+        await asyncio.sleep(0)  # it is not cancelled
+
+
 async def test_heartbeats_of_many_workers_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats of all workers at the same moment would block the coordinator's event loop."""
     pauses: list[list[float]] = []
