@@ -197,7 +197,7 @@ class LocalCluster:
             if worker.ever_started:
                 self._survive(worker, worker.tick)
             elif self._front_is_up:
-                worker.start()
+                worker.start_again()  # it may have run before, and left with its coordinator
         if self._batches is not None:  # last: a user waits for the workers
             self._tick_batches(self._batches)
         if self._front_is_up:

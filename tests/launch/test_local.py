@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from launch import local
+from baton.core.errors import StartupError
+from launch import local, supervisor
 from launch.console import Console
 from launch.local import AGENT_EXIT_S, STOP_GRACE_S, LocalCluster
-from launch.members import Members, Programs
+from launch.members import Addresses, Members, Programs
 from launch.plan import BATCHES, COORDINATOR, make_plan
 from launch.topology import parse_topology
 from sim.scale.planner import Size
@@ -110,6 +112,27 @@ def test_a_batches_process_that_was_stopped_alone_is_started_again(
     monkeypatch.setattr(batches, "start", lambda note="": started.append(note))
     made._tick_batches(batches)
     assert started
+
+
+def test_a_worker_that_left_with_its_coordinator_and_cannot_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process table that is full for a moment ended the whole cluster."""
+    made = cluster(tmp_path, Clock())
+    made._addresses = Addresses("http://127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    worker = made._workers[0]
+    worker._policy.joined(0.0)
+    worker.child, worker.left = None, True
+    made._restart_left_until = time.monotonic() + 60.0
+
+    def full(*_: object) -> None:
+        raise StartupError("cannot start: Resource temporarily unavailable")
+
+    monkeypatch.setattr(supervisor, "Child", full)
+    for member in made._all:
+        monkeypatch.setattr(member, "tick", lambda: None)
+    made._tick()
+    assert worker.restart_at is not None and "retrying" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
