@@ -172,8 +172,9 @@ class Child(subprocess.Popen[bytes]):
             return []
         try:
             with self.spec.log.open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, log.tell() - _TAIL_BYTES))
+                size = log.seek(0, os.SEEK_END)
+                start = self._log_start if self._log_start <= size else 0  # it was truncated, by a rotation
+                log.seek(max(start, size - _TAIL_BYTES))
                 return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
         except OSError:
             return []

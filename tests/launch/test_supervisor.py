@@ -210,3 +210,12 @@ def test_a_signal_that_is_delivered_twice_counts_once(monkeypatch: pytest.Monkey
         monkeypatch.setattr(supervisor, "REPEAT_S", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
         assert (signals.stops, signals.last) == (3, signal.SIGINT)
+
+
+def test_the_last_lines_of_a_log_are_shown_after_a_rotation_truncated_it(tmp_path: Path) -> None:
+    log = tmp_path / "m.log"
+    log.write_text("of an earlier run\n" * 100)
+    child = Child(ChildSpec("m", ("true",), log))
+    child.wait(10)
+    log.write_text("Traceback: boom\n")
+    assert child.tail() == ["Traceback: boom"]
