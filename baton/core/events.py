@@ -12,9 +12,9 @@ from baton.core.request import SequenceId, TokenLogprob
 from baton.core.step import GrammarFailure
 
 MAX_PART_BYTES = 4 << 20
+"""A step may end many short prompts, and a message of a worker has a limit (baton/runtime/streams.py)."""
 MAX_PLAIN_TOKENS = 64
 """Of an event without scores: so few need no look at their size."""
-"""A step may end many short prompts, and a message of a worker has a limit (baton/runtime/streams.py)."""
 
 
 @dataclass(frozen=True, slots=True)
