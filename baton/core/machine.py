@@ -1,6 +1,6 @@
 """The convention of every state machine here: a table (state, type of the input) -> transition. Pure.
 
-    class Stage(Enum): ...
+    class Stage(MachineState): ...
 
     class Door:
         state: Stage
@@ -25,6 +25,12 @@ from enum import Enum
 from typing import Any, Protocol
 
 from baton.core.errors import InvariantError
+
+
+class MachineState(Enum):
+    """The states of a machine whose table is looked up often: Enum's own hash is that of the name, in Python."""
+
+    __hash__ = object.__hash__
 
 
 class Machine(Protocol):

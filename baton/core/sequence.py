@@ -14,20 +14,17 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from operator import add
 
 from baton.core.blocks import Holder, KeyChain
 from baton.core.errors import InvariantError
 from baton.core.events import NO_SPECULATION, NO_STAMPS, SpeculationCounters, StageStamps, TokenEvent
-from baton.core.machine import Table, handle, to
+from baton.core.machine import MachineState, Table, handle, to
 from baton.core.request import FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
 from baton.core.step import History, Row
 
 
-class State(Enum):
-    __hash__ = object.__hash__  # that of Enum hashes the name, in Python, at every look-up in a table
-
+class State(MachineState):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     PREFILLED = "prefilled"

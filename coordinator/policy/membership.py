@@ -11,17 +11,14 @@ TABLE lists which event leads from which state to which. The worker table (`poli
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any, NamedTuple
 
 from baton.core.commands import Role
 from baton.core.liveness import REDIAL_S
-from baton.core.machine import Table, handle, to
+from baton.core.machine import MachineState, Table, handle, to
 
 
-class WorkerState(Enum):
-    __hash__ = object.__hash__  # that of Enum hashes the name, in Python, at every look-up in a table
-
+class WorkerState(MachineState):
     READY = "ready"
     DISCONNECTED = "disconnected"
     DRAINING = "draining"
