@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Literal, NamedTuple
 
 from baton.core.blocks import HINT_BYTES, KeyChain
@@ -47,6 +46,7 @@ from baton.core.events import (
     StageStamps,
     TokenEvent,
 )
+from baton.core.machine import MachineState
 from baton.core.request import ChoiceId, FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.quotas import ANONYMOUS, Client
@@ -58,9 +58,7 @@ SUSPECT_DEATHS = 2
 NEVER = 1 << 62
 
 
-class Stage(Enum):
-    __hash__ = object.__hash__  # that of Enum hashes the name, in Python, at every look-up in a table
-
+class Stage(MachineState):
     QUEUED = "queue"
     PREFILL = "prefill"
     HANDOVER = "handover"
@@ -288,7 +286,6 @@ class Choice:
     speculation: SpeculationCounters | None = None
     earlier_speculation: SpeculationCounters | None = None
 
-    needs_decode: bool = field(init=False)  # tokens remain for a decode worker after the one that prefill samples
     name: ChoiceId = field(init=False)
     notification: Notify = field(
         init=False
@@ -296,7 +293,6 @@ class Choice:
 
     def __post_init__(self) -> None:
         self.name = self.request.choice_id
-        self.needs_decode = self.request.max_tokens - len(self.request.output) > 1
         self.notification = Notify(self.name)
         self.tokens = list(self.request.output)
         self.queued_at = self.started_at
@@ -328,6 +324,11 @@ class Choice:
     def on_decode(self) -> bool:
         """Whether its decode worker computes the prompt, too: both are the same worker then."""
         return self.prefill is not None and self.prefill is self.decode
+
+    @property
+    def needs_decode(self) -> bool:
+        """Whether tokens remain for a decode worker after the one that prefill samples."""
+        return self.request.max_tokens - len(self.request.output) > 1
 
     @property
     def next_index(self) -> int:
@@ -451,7 +452,6 @@ class Choice:
         if self.prompt_logprobs is not None:  # not requested again: the prompt may then come from a prefix cache
             sampling = replace(sampling, prompt_logprobs=None)
         self.request = replace(self.request, output=tuple(self.tokens), sampling=sampling)
-        self.needs_decode = self.request.max_tokens - len(self.tokens) > 1
         if self.prefill is not None and self.request.output:
             self.generated_by = self.prefill.join.facts
         self.prefill = self.decode = self.decision = None

@@ -61,7 +61,7 @@ class Dispatcher:
         self.traffic = Traffic()
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
-        self.queue = FairQueue()
+        self._queue = FairQueue()
         self._to_come: Counter[ChoiceId] = Counter()  # choices still to be queued, by the name of the first one
         self.admitted = self.refused = 0  # counters: choices, those refused because the queue is too long
         self.admitted_tokens = self.admitted_tokens_squared = 0  # of the prompts of requests
@@ -75,16 +75,16 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         ready = sum(w.ready for w in self._workers.present())
-        return f"<Dispatcher {self.queue.size} queued | {ready} workers ready>"
+        return f"<Dispatcher {self._queue.size} queued | {ready} workers ready>"
 
     @property
     def num_queued(self) -> int:
-        return self.queue.size
+        return self._queue.size
 
     @property
     def queued(self) -> Mapping[str, int]:
         """Choices in the queue, by tenant."""
-        return self.queue.waiting
+        return self._queue.waiting
 
     def demand(self) -> dict[str, float | str]:
         """Returns what the size of the pools should follow: choices admitted so far and those refused because the queue
@@ -96,7 +96,7 @@ class Dispatcher:
             "refused": self.refused,
             "admitted_tokens": self.admitted_tokens,
             "admitted_tokens_squared": self.admitted_tokens_squared,
-            "queued_tokens": self.queue.tokens,
+            "queued_tokens": self._queue.tokens,
             "max_queued_tokens": self._max_tokens,
             "backlog_tokens": sum(w.backlog_tokens for w in self._workers.present() if w.role == "prefill"),
             "expected_output_tokens": round(self.expectation.mean_tokens, 1),
@@ -105,7 +105,7 @@ class Dispatcher:
 
     def retry_after_s(self) -> float:
         """Returns after how many seconds a refused client should try again: when half of the queue has drained."""
-        return self.drain_rate.retry_after_s(self.queue.tokens / 2)
+        return self.drain_rate.retry_after_s(self._queue.tokens / 2)
 
     def missing_role(self, *, decode: bool = True) -> Role | None:
         """Returns a role that is needed and has no ready worker, if no class has all that it needs; without `decode`
@@ -142,7 +142,7 @@ class Dispatcher:
     def role_without_room(self) -> Role | None:
         """Which workers the first of the queue waits for, as of the last `place`."""
         lacks = (lack for closed in self._blocked.values() for lack in closed.lacks.values())
-        return next((lack.pools[-1].role for lack in lacks), None) if self.queue.size else None
+        return next((lack.pools[-1].role for lack in lacks), None) if self._queue.size else None
 
     @property
     def cached_block_sizes(self) -> set[int]:
@@ -172,7 +172,7 @@ class Dispatcher:
             message = f"the prompt has {prompt_tokens} tokens; at most {self._max_tokens} may wait"
             raise ContextLengthExceeded(message, code=PlacementCode.EXCEEDS_QUEUE, param="prompt")
         self.check_room(choice.request.tenant, choices, prompt_tokens)
-        adapter, tokens = choice.request.adapter, max(choice.request.max_kv_tokens, prompt_tokens)
+        adapter, tokens = choice.request.adapter, choice.request.max_kv_tokens
         # `unservable` takes long for every request, and none of the workers is too small for most of them.
         short = any(pool.capacity(adapter) < tokens for each in self._workers.classes for pool in each.pools)
         unservable = self.unservable(choice) if short else None
@@ -198,7 +198,7 @@ class Dispatcher:
             Unavailable: the queue is full.
             QuotaExceeded: the tenant has filled its part of the queue.
         """
-        queue = self.queue
+        queue = self._queue
         # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
         full = queue.size + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or queue.tokens + prompt_tokens > self._max_tokens:
@@ -223,7 +223,7 @@ class Dispatcher:
         that it has."""
         if not self.drain_rate.measured:
             return
-        wait_s = self.drain_rate.seconds(self.queue.ahead(tenant, priority, weight, self._long_tokens()))
+        wait_s = self.drain_rate.seconds(self._queue.ahead(tenant, priority, weight, self._long_tokens()))
         if wait_s is not None and wait_s > limit_s:
             self.refused += choices
             message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.6g} s away"
@@ -258,7 +258,7 @@ class Dispatcher:
 
     def enqueue(self, choice: Choice) -> None:
         """Queues an accepted choice, regardless of the limits."""
-        self.queue.add(choice)
+        self._queue.add(choice)
 
     def measure(self, placed: Collection[Choice], now: float) -> None:
         """Measures the rates at which the queue drains and streams begin, after each `place`."""
@@ -266,7 +266,7 @@ class Dispatcher:
         for choice in placed:
             tokens += choice.request.num_prefill_tokens
             streams += choice.needs_decode
-        waits = bool(self.queue.size and self._blocked)  # not while a role is missing
+        waits = bool(self._queue.size and self._blocked)  # not while a role is missing
         self.drain_rate.update(now, tokens, waits=waits)
         self.stream_rate.observe(streams, now)
 
@@ -277,7 +277,7 @@ class Dispatcher:
         moves them on to PREFILL."""
         placed: list[Choice] = []
         closed: dict[WorkerClass, Closed] = {}
-        if not self.queue.size:  # called for each end and each hand-over
+        if not self._queue.size:  # called for each end and each hand-over
             self._blocked = closed
             return placed
         unchanged = (entry for entry in self._blocked.items() if entry[1].changes == entry[0].changes)
@@ -290,11 +290,11 @@ class Dispatcher:
             if all(map(Pool.capacity, (each.decode,) if self._prompts_on_decode(each) else each.pools))
         }
         # While a role is missing, only choices that need no decode worker may start: a full queue takes long to scan.
-        if not complete and not self.queue.without_decode:
+        if not complete and not self._queue.without_decode:
             self._blocked = closed
             return placed
         overtaken, behind = 0, set[str]()
-        for choice in self.queue.in_turn(behind):
+        for choice in self._queue.in_turn(behind):
             if not self._place(choice, closed):
                 overtaken += bool(closed)
                 if overtaken > MAX_OVERTAKEN:
@@ -304,8 +304,8 @@ class Dispatcher:
                         break
                     behind.add(choice.request.tenant)
                 continue  # it waits for another worker, and does not block the choices that can use other ones
-            self.queue.remove(choice)
-            self.queue.charge(choice, choice.to_compute)
+            self._queue.remove(choice)
+            self._queue.charge(choice, choice.to_compute)
             self._count_running(choice, 1)
             placed.append(choice)
         self._blocked = closed
@@ -313,7 +313,7 @@ class Dispatcher:
 
     def _first_still_waits(self) -> bool:
         """Whether the first of the queue closed all classes to all others in the last `place`, and lacks the same."""
-        first = next(self.queue.in_turn(), None)
+        first = next(self._queue.in_turn(), None)
         for each in self._workers.classes:
             known = self._blocked.get(each)
             if first is None or known is None or known.open or len(known.lacks) > 1 or not self._lack(first, known):
@@ -335,7 +335,7 @@ class Dispatcher:
         candidates = [
             each
             for each in self._candidates(choice)
-            if each not in closed or closed[each].lets(choice, self.queue.counter(choice))
+            if each not in closed or closed[each].lets(choice, self._queue.counter(choice))
         ]
         for each in self._by_room(choice, candidates):
             known = self._blocked.get(each)
@@ -372,7 +372,7 @@ class Dispatcher:
         tokens, computes = choice.request.num_prefill_tokens, each.prefill in without or self._prompts_on_decode(each)
         if choice.prompt_charged or not computes or tokens <= BACKLOG_STEPS * without[-1].longest_step:
             return -math.inf
-        return self.queue.counter(choice, tokens)
+        return self._queue.counter(choice, tokens)
 
     def _candidates(self, choice: Choice) -> Collection[WorkerClass]:
         """Returns the classes that have the roles that a choice needs, and may serve it."""
@@ -402,16 +402,15 @@ class Dispatcher:
         return sorted(classes, key=room, reverse=True)
 
     def _count_running(self, choice: Choice, sign: int) -> None:
-        """Counts a choice that goes to workers (1) or returns (-1). A key at its `max_running` is
-        excluded."""
+        """Counts a choice that goes to workers (1) or returns (-1). A key at its `max_running` is excluded."""
         client, limit = choice.client, choice.client.limits.max_running
         choice.counts_as_running = sign > 0
         self._running[client.key] += sign
         self.running[client.tenant] += sign
         if limit and self._running[client.key] >= limit:
-            self.queue.exclude(client.key)
+            self._queue.exclude(client.key)
         elif limit:
-            self.queue.include(client.key)
+            self._queue.include(client.key)
 
     def reassign(self, choice: Choice) -> bool:
         """Names new decode workers for parked KV, in the class of its prefill worker; returns False if none has room
@@ -432,7 +431,7 @@ class Dispatcher:
         """Counts at the workers of a choice what it occupies there, which follows from its stage, its tokens and the
         expected length of its output. Called again after each change of its workers, or of its stage but to PREFILL,
         which changes nothing here, and once it has more than `grows_at` tokens."""
-        self.queue.charge(choice)
+        self._queue.charge(choice)
         growth = 0
         if (worker := choice.decode) is None:
             choice.grows_at = NEVER
@@ -461,12 +460,12 @@ class Dispatcher:
         """Releases a choice that ends, and counts its output; not that of one that is rescheduled."""
         if choice.stage is not Stage.QUEUED and choice.needs_decode:
             self.expectation.ended(choice.produced)
-        self.queue.charge(choice)
+        self._queue.charge(choice)
         self.release(choice)
 
     def release(self, choice: Choice) -> None:
         """Takes a choice out of the queue, or off the counters of its workers."""
-        self.queue.remove(choice)
+        self._queue.remove(choice)
         if choice.counts_as_running:
             self._count_running(choice, -1)
         self._count(choice, NOTHING)
@@ -520,7 +519,7 @@ class Dispatcher:
             backlog_of = {tenant: count for (at, tenant), count in backlogs.items() if at is worker and count}
             if worker.backlog_of != backlog_of:
                 raise InvariantError(f"{worker}: its backlog by tenant should be {backlog_of}")
-        self.queue.check(queued)
+        self._queue.check(queued)
         if (+self._running, +self.running) != (+running, +of_tenants):
             counted = f"{self._running} and {self.running}"
             raise InvariantError(f"running choices by key and tenant are {running} and {of_tenants}, not {counted}")
@@ -618,7 +617,7 @@ class Dispatcher:
             return Decision(False, "apart: no cost is measured yet")
         tenant, last_chunk = choice.request.tenant, min(prefill[1], at_prefill.step_tokens)
         hand_over_s = each.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
-        ready, queued = sum(w.ready for w in each.prefill.workers), self.queue.size - 1
+        ready, queued = sum(w.ready for w in each.prefill.workers), self._queue.size - 1
         stream_s = self.expectation.mean_tokens * at_decode.step_s
         prices = _prompt_at(*prefill, tenant, at_prefill), _prompt_at(*alone, tenant, at_decode)
         per_s = self.stream_rate.per_s / max(sum(w.ready for w in each.decode.workers), 1)

@@ -188,8 +188,7 @@ class Requests:
     def on_events(self, worker: str, events: StepEvents, now: float) -> list[Action]:
         actions: list[Action] = []
         self.losses.reported(worker, events)
-        queue, sender = self.dispatcher.queue, self.workers.get(worker)
-        queued = queue.size
+        queued, sender = self.dispatcher.num_queued, self.workers.get(worker)
         backlog = 0 if sender is None else sender.backlog_tokens
         for token in events.tokens:
             self._on_tokens(worker, sender, token, now, actions)
@@ -203,9 +202,9 @@ class Requests:
             sender.update_cached(events.kv_cache_events)
         # Tokens free no room, except the first after a prompt; blocks that are free at decode nevertheless are found at
         # the next tick.
-        if queue.size:
+        if self.dispatcher.num_queued:
             prefilled = sender is not None and sender.backlog_tokens < backlog
-            if prefilled or queue.size > queued or events.ended or events.handed_over or events.parked:
+            if prefilled or self.dispatcher.num_queued > queued or events.ended or events.handed_over or events.parked:
                 actions += self._place(now)
         return actions
 
@@ -460,7 +459,7 @@ class Requests:
     def _start(self, choice: Choice, now: float) -> StartPrefill:
         left_s = max(choice.deadline_at - now, 0.001)
         request = replace(choice.request, attempt=choice.attempt, deadline_s=left_s, alone=choice.alone)
-        targets = tuple([target.worker_id for target in choice.targets])
+        targets = tuple(target.worker_id for target in choice.targets)
         return StartPrefill(choice.prefill_worker, request, targets, choice.deadline_at)
 
     def _start_decode(self, choice: Choice, worker: str, now: float) -> None:
@@ -567,10 +566,7 @@ class Requests:
         return actions
 
     def _release(self, worker: str, sequence: SequenceId) -> None:
-        if (released := self._released.get(worker)) is None:
-            self._released[worker] = {sequence: None}
-        else:
-            released[sequence] = None
+        self._released.setdefault(worker, {})[sequence] = None
 
     def _drop_kv(self, choice: Choice | None, event: ParkedBy, now: float) -> list[Action]:
         """Aborts KV that its prefill worker would keep until then."""

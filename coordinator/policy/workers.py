@@ -48,10 +48,10 @@ class WorkerClass:
     prefill: Pool
     decode: Pool
     hand_over_cost: HandOverCost = field(default_factory=HandOverCost)
-    pools: tuple[Pool, Pool] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pools", (self.prefill, self.decode))
+    @property
+    def pools(self) -> tuple[Pool, Pool]:
+        return self.prefill, self.decode
 
     def pool(self, role: Role) -> Pool:
         return self.prefill if role == "prefill" else self.decode

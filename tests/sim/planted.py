@@ -68,8 +68,8 @@ BUGS = (
         "reservation kept after the end",
         1,
         DISPATCH,
-        "        self.queue.charge(choice)\n        self.release(choice)\n",
-        "        self.queue.charge(choice)\n",
+        "        self._queue.charge(choice)\n        self.release(choice)\n",
+        "        self._queue.charge(choice)\n",
     ),
     bug(
         "loss of a decode worker ignored",
