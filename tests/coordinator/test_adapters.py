@@ -103,6 +103,14 @@ async def loading(b: Any, name: str, digest: str = "x", *, replace: bool = False
     return task
 
 
+async def load(b: Any) -> None:
+    """Loads adapter `a`, of digest `x`, at both workers."""
+    task = await loading(b, "a")
+    for worker in b.workers:
+        report(worker, "x")
+    await asyncio.wait_for(task, 10)
+
+
 async def test_an_adapter_is_loaded_when_every_worker_of_both_tiers_has_it() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers
@@ -139,10 +147,7 @@ async def test_running_requests_finish_with_an_adapter_that_is_unloaded() -> Non
     """Its name is free at once; the workers keep it until the last request has ended."""
     async with bench("p0", "d0") as b:
         p, d = b.workers
-        task = await loading(b, "a")
-        report(p, "x")
-        report(d, "x")
-        await asyncio.wait_for(task, 10)
+        await load(b)
         reader = b.submit(adapter="x")
         request = (await p.received(Prefill)).request
         assert request.adapter == "x"
@@ -162,10 +167,7 @@ async def test_running_requests_finish_with_an_adapter_that_is_unloaded() -> Non
 async def test_a_worker_that_was_away_learns_that_an_adapter_was_unloaded() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers
-        task = await loading(b, "a")
-        report(p, "x")
-        report(d, "x")
-        await asyncio.wait_for(task, 10)
+        await load(b)
         b.cluster.unload_adapter("a")
         await until(lambda: required(p) == required(d) == [], what="the workers to drop it")
         again = await b.add("p0", incarnation=2)
@@ -175,11 +177,7 @@ async def test_a_worker_that_was_away_learns_that_an_adapter_was_unloaded() -> N
 
 async def test_a_request_waits_for_a_restarted_worker_to_load_its_adapter() -> None:
     async with bench("p0", "d0") as b:
-        p, d = b.workers
-        task = await loading(b, "a")
-        report(p, "x")
-        report(d, "x")
-        await asyncio.wait_for(task, 10)
+        await load(b)
         again = await b.add("p0", incarnation=2)
         readers = b.submit(adapter="x"), b.submit("plain")
         assert (await again.received(Prefill)).request.request_id == "plain"
