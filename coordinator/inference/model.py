@@ -148,7 +148,7 @@ def outputs_of(made: Generation, answers: Sequence[Delta], n: int) -> list[Tenso
 
 
 def check_pieces(prompts: int, n: int) -> None:
-    """Raises InvalidRequest if the pieces of a stream could not be told apart: they name neither text nor choice."""
+    """Raises InvalidRequest if the pieces of a stream would be ambiguous: they name neither text nor choice."""
     if prompts > 1:
         raise InvalidRequest(f"the pieces of a stream are of one text, not of {prompts}", param="text_input")
     if n > 1:

@@ -333,7 +333,7 @@ async def test_closing_the_parser_ends_the_child_process() -> None:
 
 async def until_exited(pid: int) -> None:
     async with asyncio.timeout(HANG_S):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has exited
             while "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
                 await asyncio.sleep(0.02)
 

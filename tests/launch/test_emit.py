@@ -204,7 +204,7 @@ if [[ "$*" == "-m coordinator "* ]]; then
   echo ends
   exit "$FAKE_CODE"
 fi
-trap 'echo told; exit 0' TERM
+trap 'echo terminated; exit 0' TERM
 echo "up on ${SRUN_CPUS_PER_TASK:-} cores"
 for ((i = 0; i < 600; i++)); do sleep 0.1; done
 """
@@ -275,7 +275,7 @@ def test_coordinator_failure_is_reported_and_its_workers_end(
         tmp_path / f"{which}.out"
     ).read_text() == f"error: coordinator ended with code 3; its log is {logs / 'coordinator.log'}\n"
     texts = [(logs / f"{role}-0.log").read_text() for role in ("prefill", "decode")]
-    assert all("told" in text for text in texts)
+    assert all("terminated" in text for text in texts)
     if which == "slurm.sbatch":  # which has no option of srun for it
         assert all("up on 5 cores" in text for text in texts)
 
