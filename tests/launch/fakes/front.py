@@ -39,6 +39,7 @@ def main() -> None:
         time.sleep(60)
     workers: dict[str, dict[str, Any]] = {}
     draining = threading.Event()
+    informed: set[str] = set()  # workers that have been answered to drain
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -49,7 +50,10 @@ def main() -> None:
                     {"workers": rows} | ({"coordinator": json.loads(demand.read_text())} if demand.exists() else {})
                 )
             else:
-                self.reply({"drain": draining.is_set(), "run": os.getpid()})
+                drains = draining.is_set()
+                self.reply({"drain": drains, "run": os.getpid()})
+                if drains:
+                    informed.add(self.path.partition("?")[2])
 
         def do_POST(self) -> None:
             worker = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -90,7 +94,10 @@ def main() -> None:
     draining.set()
     if mode == "hang":
         time.sleep(60)
-    time.sleep(0.3)  # the workers poll every 0.05 s
+    give_up = time.monotonic() + 10
+    while {name for name, row in workers.items() if alive(row)} - informed and time.monotonic() < give_up:
+        time.sleep(0.02)
+    time.sleep(0.1)  # the last answer may still be on its way
 
 
 if __name__ == "__main__":

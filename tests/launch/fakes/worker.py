@@ -53,7 +53,7 @@ def main() -> None:
         try:
             if not run:
                 run = answer(urllib.request.Request(url, json.dumps(me).encode()))["run"]
-            now = answer(url + "/drain")
+            now = answer(f"{url}/drain?{options.worker_id}")
             run = run if now["run"] == run else 0
             if now["drain"] and mode != "stubborn":
                 print("drained by the coordinator", flush=True)
