@@ -19,7 +19,7 @@ R = SequenceId("r")
 
 
 async def test_kv_is_parked_if_the_target_refuses_the_connection() -> None:
-    async with pair(timeout_s=0.5) as (source, [decode]):
+    async with pair(timeout_s=5.0) as (source, [decode]):
         address, decode.address = decode.address, "127.0.0.1:1"
         source.submit(make_request("r", 10, max_tokens=4), decode)
         source.compute()
