@@ -28,6 +28,10 @@ def choose_device(device_option: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def check_triton() -> None:
     """Makes Triton build and load what launches its kernels on a GPU, as the first launch would: a C file, compiled
     once per machine. Raises StartupError."""

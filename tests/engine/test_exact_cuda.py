@@ -194,16 +194,16 @@ def test_exact_mode_is_accepted_on_a_gpu_in_both_dtypes_and_tested_at_start(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the CPU in place of the GPU, and without the self-test, which takes minutes in the interpreter."""
-    from baton.engine import loading
+    from baton.engine import loading, opening
     from baton.engine.device import choose_device
 
     proved = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda", 3) == choose_device("auto", 1) == torch.device("cuda", 1)
-    monkeypatch.setattr(loading, "is_gpu", lambda _: True)
-    monkeypatch.setattr(loading, "check_triton", lambda: None)
-    monkeypatch.setattr(loading, "check_capability", lambda _: None)
+    monkeypatch.setattr(opening, "is_gpu", lambda _: True)
+    monkeypatch.setattr(opening, "check_triton", lambda: None)
+    monkeypatch.setattr(opening, "check_capability", lambda _: None)
     monkeypatch.setattr(loading, "peak_bytes", lambda *_: 1 << 20)
     monkeypatch.setattr(loading, "kv_budget", lambda *_: 4 << 20)
     monkeypatch.setattr(loading, "warm_up", lambda *_: None)

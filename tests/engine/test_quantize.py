@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.engine import loading
+from baton.engine import opening
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kernels.build import processor_levels
 from baton.engine.parallel import TPGroup
@@ -71,7 +71,7 @@ def test_float32_logits_match_torch_with_dequantised_weights(
     model_dir, tokens = checkpoint(**VARIANTS[variant]), random_tokens(150)
     found = all_logits(tiny_runner(model_dir, quantize="int8", exact=exact), tokens, [7, 1, 40, 3])
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "WeightReader", DequantizingReader)
+        patch.setattr(opening, "WeightReader", DequantizingReader)
         twin = all_logits(tiny_runner(model_dir, exact=exact, kernels="torch"), tokens, [150])
     assert torch.allclose(found, twin, rtol=0, atol=1e-4)
     full = all_logits(tiny_runner(model_dir), tokens, [150])
@@ -196,7 +196,7 @@ def test_int4_has_the_logits_of_its_blocks_dequantised(
         def _of_blocks(self, blocks: Any) -> Projection:
             return Projection(blocks.dequantized().to(self.dtype), None)
 
-    monkeypatch.setattr(loading, "WeightReader", Dequantizing)
+    monkeypatch.setattr(opening, "WeightReader", Dequantizing)
     assert torch.equal(computed, all_logits(tiny_runner(model_dir, dtype="bfloat16", quantize="int4"), tokens, [150]))
     assert (computed - all_logits(full, tokens, [150])).abs().mean() > 1e-2
 

@@ -19,8 +19,8 @@ from baton.core.step import Draw, Row, StepPlan
 from baton.engine import device as device_module
 from baton.engine.batch import RowSpan
 from baton.engine.device import check_capability, choose_dtype
+from baton.engine.first_steps import largest_step, load_kernels
 from baton.engine.kernels import build
-from baton.engine.loading import largest_step, load_kernels
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.sampler_cases import sample
 
@@ -282,7 +282,7 @@ def test_on_a_gpu_the_largest_step_is_measured_before_the_pool_is_sized_and_warm
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captures empty torch's cache of free memory, so what a warm-up before them reserved would be lost."""
-    from baton.engine import loading
+    from baton.engine import first_steps, loading, opening
 
     events: list[object] = []
 
@@ -316,9 +316,10 @@ def test_on_a_gpu_the_largest_step_is_measured_before_the_pool_is_sized_and_warm
             row_lengths=(1, 20, 70),
         )
 
-    monkeypatch.setattr(loading, "is_gpu", lambda _: True)
-    monkeypatch.setattr(loading, "check_triton", lambda: None)
-    monkeypatch.setattr(loading, "check_capability", lambda _: None)
+    for module in (opening, first_steps):
+        monkeypatch.setattr(module, "is_gpu", lambda _: True)
+    monkeypatch.setattr(opening, "check_triton", lambda: None)
+    monkeypatch.setattr(opening, "check_capability", lambda _: None)
     monkeypatch.setattr(loading, "peak_bytes", peak_bytes)
     monkeypatch.setattr(loading, "kv_budget", budget)
     monkeypatch.setattr(loading, "how_to_compute", how_to_compute)

@@ -30,7 +30,7 @@ from tests.support.engine_driver import tiny_runner
 
 def interpreted_runner(model_dir: Path, **options: Any) -> Runner:
     """`tiny_runner` on this path, without warm-up and self-test, which would take minutes."""
-    from baton.engine import computing, loading
+    from baton.engine import computing, loading, opening
     from baton.engine.kernels.fused import fused
     from baton.engine.layers import Rotary
     from baton.engine.model import Model
@@ -39,14 +39,13 @@ def interpreted_runner(model_dir: Path, **options: Any) -> Runner:
         rotary = Rotary(config, longest, weights.dtype, weights.device)
         return Model(config, weights, group, fused(rotary, exact=chosen.exact))
 
-    patches = {
-        "build_model": build_model,
+    opened = {"build_model": build_model, "check_exact": lambda *_, **__: None}
+    loaded = {
         "how_to_compute": computing._on_cuda,
-        "check_exact": lambda *_, **__: None,
         "prove_row_invariance": lambda *_: None,
         "warm_up": lambda *_: None,
     }
-    with mock.patch.multiple(loading, **patches):
+    with mock.patch.multiple(opening, **opened), mock.patch.multiple(loading, **loaded):
         return tiny_runner(model_dir, kernels="torch", **options)
 
 
