@@ -10,8 +10,10 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from baton.core.errors import StartupError
 from baton.core.model_config import parse_config, parse_config_json
@@ -24,14 +26,14 @@ from baton.runtime.event_loop import LoopWatch, collect_when_grown
 from baton.runtime.model_source import resolve_model, served_name
 from baton.runtime.paths import expanded
 from baton.runtime.ports import bind, share, write_ready_file
-from baton.runtime.tls import read_cluster_tls
+from baton.runtime.tls import ClusterTls, read_cluster_tls
 from baton.runtime.token_file import read_token
 from coordinator.adapters import add_adapters
 from coordinator.api_keys import FROM_UP, SHORT, ApiKeys, is_short, read_api_keys
 from coordinator.cluster import Cluster
 from coordinator.connections import allow_connections, few_connections
 from coordinator.control import serve_control
-from coordinator.front_tls import read_front_tls
+from coordinator.front_tls import FrontTls, read_front_tls
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import HttpServer
@@ -50,6 +52,7 @@ from coordinator.tracing import Tracing
 from coordinator.translate import Translator
 
 log = logging.getLogger("baton.coordinator")
+HTTP, ADMIN = "HTTP server", "admin server"
 
 
 async def run_coordinator(config: CoordinatorConfig) -> None:
@@ -60,107 +63,51 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         StartupError: it cannot start, or a part of it has failed.
     """
     check_options(config)
-    token = read_token(config.cluster_token_file)
-    check_listening("--control-host", config.control_host, token)
-    keys = read_api_keys(config.api_key_file, config.api_key, os.environ.get(FROM_UP, ""))
-    if is_short(config.api_key):
-        log.warning(SHORT)
-    front_tls = read_front_tls(config.tls_cert_file, config.tls_key_file)
-    cluster_tls = read_cluster_tls(config.cluster_tls_dir, "coordinator")
-    model_dir = resolve_model(config.model)
-    name = config.served_model_name or served_name(config.model)
-    own_model = read_own_model(model_dir)
-    longest = config.max_model_len or None
-    text = TextModel.load(
-        model_dir,
-        max_model_len=longest,
-        tool_parser=config.tool_parser,
-        runner=config.runner,
-        pooling=config.pooling,
-        matryoshka=config.matryoshka,
-    )
-    text.start()
-    _warn_of(text, config)
+    access = _read_access(config)
     for noisy in ("uvicorn.error", "python_multipart"):
         logging.getLogger(noisy).setLevel(logging.ERROR)  # one line per malformed request concerns only its sender
-    cluster = Cluster(
-        config.lease_s,
-        config.max_queued_requests,
-        config.max_queued_tokens,
-        own_model,
-        token,
-        config.hold_s,
-        config.max_deaths,
-        AdapterTable(name, config.max_loras, config.max_lora_rank),
-        cast(Split, config.split),
-    )
-    cluster.requests.dispatcher.several_tenants = keys.has_several_tenants()
-    cluster.requests.dispatcher.stream_weight = config.stream_weight
-    add_adapters(cluster, config.lora, own_model.config)
-    cluster.requests.dispatcher.traffic = traffic_of(config.traffic)
-    loop_watch = LoopWatch()
-    metrics = Metrics(name, config.metrics_compat, config.slow_request_s, keys.labelled_tenants())
-    tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
-    grammars = GrammarCompiler(model_dir, text.vocab_size)
-    generates = text.pooling.generates
-    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars, generates=generates)
-    translator = Translator(text, deadline_s=config.request_timeout_s, pools_hold=pipeline.max_model_len)
-    await asyncio.to_thread(text.check)
-    apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
-    front = bind(config.host, config.port, "--port", "HTTP", take_over=config.take_over)
-    batches_key = _batches_key(config, keys, token)
-    settings = _settings(config, name, keys, "api" if apart else "all", front, batches_key)
-    responses = _responses(config)
-    inference = ServedModel(name, settings.version, adapters=cluster.adapters)
-    app = create_app(pipeline, text, settings, inference, responses)
-    allow_connections()
-    if few := few_connections():
-        log.warning("%s", few)
-    http = HttpServer(app, front, grace_s=2.0, tls=front_tls.context if front_tls else None)
-    servers, apps = {"HTTP server": http}, [app]
-    if apart:
-        admin = bind(config.control_host, config.admin_port, "--admin-port", "admin", take_over=config.take_over)
-        share(admin)
-        apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin, batches_key)))
-        servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
-    credentials = front_tls.credentials if front_tls else None
-    options = settings.max_body_bytes, keys, credentials, config.strict_fields
-    public = PublicServer(pipeline, translator, name, *options, inference)
-    share(front)
-    take_over = config.take_over
-    if take_over:
-        cluster.requests.holding.expect_workers(time.monotonic() + config.drain_timeout_s)
-    control, control_port = await serve_control(
-        cluster, config.control_host, config.control_port, cluster_tls, take_over=take_over
-    )
     background: list[asyncio.Task[None]] = []
-    try:
-        grpc_port = await public.start(config.host, config.grpc_port, take_over=take_over)
+    async with AsyncExitStack() as closing:  # closes in reverse order
+        core = _open_core(config, access, closing)
+        await asyncio.to_thread(core.text.check)
+        allow_connections()
+        if few := few_connections():
+            log.warning("%s", few)
+        servers, public = _open_servers(config, access, core, closing)
+        closing.callback(_cancel, background)
+        if config.take_over:
+            core.cluster.requests.holding.expect_workers(time.monotonic() + config.drain_timeout_s)
+        control, control_port = await serve_control(
+            core.cluster, config.control_host, config.control_port, access.cluster_tls, take_over=config.take_over
+        )
+        closing.push_async_callback(control.stop, 1.0)
+        closing.push_async_callback(public.stop, grace_s=2.0)
+        grpc_port = await public.start(config.host, config.grpc_port, take_over=config.take_over)
         stop, hand_over = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _set_both, hand_over, stop)
-        serving = {asyncio.create_task(server.serve(), name=title) for title, server in servers.items()}
+        serving = [asyncio.create_task(server.serve(), name=title) for title, server in servers.items()]
         background += [
             *serving,
-            asyncio.create_task(cluster.tick(), name="cluster tick"),
-            asyncio.create_task(loop_watch.run(), name="loop watch"),
-            asyncio.create_task(collect_when_grown(lambda: len(cluster.requests)), name="garbage"),
+            asyncio.create_task(core.cluster.tick(), name="cluster tick"),
+            asyncio.create_task(core.loop_watch.run(), name="loop watch"),
+            asyncio.create_task(collect_when_grown(lambda: len(core.cluster.requests)), name="garbage"),
         ]
         for task in background:
             task.add_done_callback(lambda t: _end_on_failure(t, stop))
         addresses = {
-            "http": host_port(config.host, http.address[1]),
+            "http": host_port(config.host, servers[HTTP].address[1]),
             "grpc": host_port(config.host, grpc_port),
             "control": host_port(config.control_host, control_port),
         }
-        if front_tls:
+        if access.front_tls:
             addresses["scheme"] = "https"
-        if apart:
-            addresses["admin"] = host_port(config.control_host, servers["admin server"].address[1])
-        if not generates:
-            log.info("%s is served for pooling only, and needs no decode worker (see --runner)", name)
-        log.info("serving %s: %s", name, addresses)
+        if access.apart:
+            addresses["admin"] = host_port(config.control_host, servers[ADMIN].address[1])
+        if not core.text.pooling.generates:
+            log.info("%s is served for pooling only, and needs no decode worker (see --runner)", core.name)
+        log.info("serving %s: %s", core.name, addresses)
         write_ready_file(config.ready_file, addresses)
 
         await stop.wait()  # until a signal, or a background task fails
@@ -170,26 +117,133 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             for server in servers.values():
                 server.hand_over()
             background.append(asyncio.create_task(public.stop(config.drain_timeout_s), name="gRPC server"))
-            await cluster.finish(config.drain_timeout_s)
+            await core.cluster.finish(config.drain_timeout_s)
         else:
-            await cluster.drain(config.drain_timeout_s)
+            await core.cluster.drain(config.drain_timeout_s)
         for server in servers.values():
             server.stop()
         await asyncio.wait(serving, timeout=5.0)
-    finally:
-        await public.stop(grace_s=2.0)
-        await control.stop(1.0)
-        for task in background:
-            task.cancel()
-        for each in apps:
-            await each.state.close()
-        grammars.close()
-        if tracing is not None:
-            await asyncio.to_thread(tracing.close)
-        await asyncio.to_thread(responses.close)
-        text.close()
     if failed := _failed(background):
         raise StartupError(f"{failed[0].get_name()} failed: {failed[0].exception()}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """Who may reach the coordinator: clients by keys and certificate, workers by token and certificates."""
+
+    keys: ApiKeys
+    front_tls: FrontTls | None
+    token: str
+    cluster_tls: ClusterTls | None
+
+    @property
+    def apart(self) -> bool:
+        """Whether operators have a port of their own: they need neither keys nor certificates, and clients must not
+        reach their routes."""
+        return bool(self.keys or self.front_tls)
+
+
+def _read_access(config: CoordinatorConfig) -> _Access:
+    token = read_token(config.cluster_token_file)
+    check_listening("--control-host", config.control_host, token)
+    keys = read_api_keys(config.api_key_file, config.api_key, os.environ.get(FROM_UP, ""))
+    if is_short(config.api_key):
+        log.warning(SHORT)
+    front_tls = read_front_tls(config.tls_cert_file, config.tls_key_file)
+    return _Access(keys, front_tls, token, read_cluster_tls(config.cluster_tls_dir, "coordinator"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """What all servers share; `name` is the model's."""
+
+    name: str
+    text: TextModel
+    cluster: Cluster
+    pipeline: Pipeline
+    loop_watch: LoopWatch
+
+
+def _open_core(config: CoordinatorConfig, access: _Access, closing: AsyncExitStack) -> _Core:
+    model_dir = resolve_model(config.model)
+    name = config.served_model_name or served_name(config.model)
+    own_model = read_own_model(model_dir)
+    text = TextModel.load(
+        model_dir,
+        max_model_len=config.max_model_len or None,
+        tool_parser=config.tool_parser,
+        runner=config.runner,
+        pooling=config.pooling,
+        matryoshka=config.matryoshka,
+    )
+    text.start()
+    closing.callback(text.close)
+    _warn_of(text, config)
+    cluster = Cluster(
+        config.lease_s,
+        config.max_queued_requests,
+        config.max_queued_tokens,
+        own_model,
+        access.token,
+        config.hold_s,
+        config.max_deaths,
+        AdapterTable(name, config.max_loras, config.max_lora_rank),
+        cast(Split, config.split),
+    )
+    dispatcher = cluster.requests.dispatcher
+    dispatcher.several_tenants = access.keys.has_several_tenants()
+    dispatcher.stream_weight = config.stream_weight
+    dispatcher.traffic = traffic_of(config.traffic)
+    add_adapters(cluster, config.lora, own_model.config)
+    loop_watch = LoopWatch()
+    metrics = Metrics(name, config.metrics_compat, config.slow_request_s, access.keys.labelled_tenants())
+    tracing = None
+    if config.otlp_endpoint:
+        tracing = Tracing(config.otlp_endpoint)
+        closing.push_async_callback(asyncio.to_thread, tracing.close)
+    grammars = GrammarCompiler(model_dir, text.vocab_size)
+    closing.callback(grammars.close)
+    generates = text.pooling.generates
+    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars, generates=generates)
+    return _Core(name, text, cluster, pipeline, loop_watch)
+
+
+def _open_servers(
+    config: CoordinatorConfig, access: _Access, core: _Core, closing: AsyncExitStack
+) -> tuple[dict[str, HttpServer], PublicServer]:
+    """Returns the servers of HTTP, whose ports are bound, and that of gRPC, which `start` binds."""
+    clients_tls = access.front_tls
+
+    def serve(sock: socket.socket, settings: HttpSettings, *more: Any, tls: FrontTls | None = None) -> HttpServer:
+        app = create_app(core.pipeline, core.text, settings, *more)
+        closing.push_async_callback(app.state.close)
+        return HttpServer(app, sock, grace_s=2.0, tls=tls.context if tls else None)
+
+    front = bind(config.host, config.port, "--port", "HTTP", take_over=config.take_over)
+    batches_key = _batches_key(config, access.keys, access.token)
+    settings = _settings(config, core.name, access.keys, "api" if access.apart else "all", front, batches_key)
+    responses = _responses(config)
+    closing.push_async_callback(asyncio.to_thread, responses.close)
+    inference = ServedModel(core.name, settings.version, adapters=core.cluster.adapters)
+    servers = {HTTP: serve(front, settings, inference, responses, tls=clients_tls)}
+    if access.apart:
+        admin = bind(config.control_host, config.admin_port, "--admin-port", "admin", take_over=config.take_over)
+        share(admin)
+        settings_of_operators = _settings(config, core.name, ApiKeys(), "admin", admin, batches_key)
+        servers[ADMIN] = serve(admin, settings_of_operators)
+    translator = Translator(core.text, deadline_s=config.request_timeout_s, pools_hold=core.pipeline.max_model_len)
+    public = PublicServer(
+        core.pipeline,
+        translator,
+        core.name,
+        settings.max_body_bytes,
+        access.keys,
+        clients_tls.credentials if clients_tls else None,
+        config.strict_fields,
+        inference,
+    )
+    share(front)
+    return servers, public
 
 
 def _settings(
@@ -248,6 +302,11 @@ def read_own_model(model_dir: Path) -> OwnModel:
     tokens = hashlib.sha256(read_file(tokenizer)).hexdigest() if tokenizer.exists() else ""
     config = parse_config(parse_config_json(data))
     return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), config, tokens)
+
+
+def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 def _set_both(one: asyncio.Event, other: asyncio.Event) -> None:
