@@ -24,7 +24,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _QUANTIZED = {
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
 }  # fmt: skip
-_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old exports carry the rotary frequencies, which follow from the config
+_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +48,25 @@ class SafetensorsFiles:
     def __init__(self, model_dir: Path, *, quantized: bool = False) -> None:
         dtypes = _DTYPES | _QUANTIZED if quantized else _DTYPES
         self.tensors = tensors = dict[str, StoredTensor]()
-        weight_map = _weight_map(model_dir)
+        weight_map, derived = _weight_map(model_dir), set[str]()
         for file in safetensors_in(model_dir):
             handle = open_file(file)
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-                if name.endswith(_IGNORED_SUFFIX):
+                part = handle.get_slice(name)
+                if _is_derived(name, part.get_shape()):
+                    derived.add(name)
                     continue
                 if name in tensors:
                     raise StartupError(f"{file.name}: tensor {name} is also in {tensors[name].file.name}")
                 if weight_map is not None and weight_map.get(name) != file.name:
                     indexed = weight_map.get(name, "no file")
                     raise StartupError(f"{_INDEX}: tensor {name} is in {file.name}, but the index names {indexed}")
-                part = handle.get_slice(name)
                 dtype = dtypes.get(part.get_dtype())
                 if dtype is None:
                     raise StartupError(f"{file.name}: tensor {name} has unsupported dtype {part.get_dtype()}")
                 tensors[name] = StoredTensor(file, dtype, tuple(part.get_shape()), name)
         for name, file_name in (weight_map or {}).items():
-            if name not in tensors and not name.endswith(_IGNORED_SUFFIX):
+            if name not in tensors and name not in derived and not name.endswith(_FREQUENCIES):
                 raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} maps it to this file")
         if "embed_tokens.weight" in tensors:
             bodies = "embed_tokens.", "layers.", "norm."
@@ -80,6 +81,12 @@ class SafetensorsFiles:
         except SafetensorError as error:
             raise StartupError(f"{stored.file.name}: tensor {name}: {_one_line(error)}") from None
         return tensor
+
+
+def _is_derived(name: str, shape: list[int]) -> bool:
+    """Whether a tensor follows from the config: old exports carry the rotary frequencies, or the causal mask of each
+    layer, [1, 1, positions, positions], often in a dtype that no weight has (GPT-NeoX's `attention.bias`)."""
+    return name.endswith(_FREQUENCIES) or (name.endswith(".bias") and len(shape) == 4)
 
 
 def has_safetensors(model_dir: Path) -> bool:

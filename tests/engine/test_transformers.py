@@ -95,6 +95,21 @@ def test_what_pages_of_kv_cannot_serve_is_refused_by_name(
         tiny_runner(path)
 
 
+def test_stored_causal_masks_are_ignored(tmp_path: Path) -> None:
+    """As Pythia's published files have them."""
+    path = make_transformers_checkpoint(tmp_path / "m", "gpt_neox", num_hidden_layers=2)
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(2):
+        attention = f"gpt_neox.layers.{layer}.attention"
+        tensors[f"{attention}.bias"] = torch.ones(1, 1, 512, 512).tril().bool()
+        tensors[f"{attention}.masked_bias"] = torch.tensor(-1e9)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    prompt = random_tokens(20)
+    job = Job(prompt, 8, chunk=7)
+    run(tiny_runner(path, block_size=4), [job])
+    assert [job.output] == generated(path, [prompt], 8)
+
+
 def test_scaling_added_beside_rope_parameters_keeps_their_theta(tmp_path: Path) -> None:
     """transformers itself would take its default of 10,000."""
     from baton.engine import transformers_model
