@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.core.errors import StartupError
 from baton.core.model_config import parse_model_config
+from baton.gguf.tokenizer import CONTROL, USER_DEFINED
 
 Metadata = Mapping[str, Any]
 
@@ -44,6 +45,10 @@ _KEYS = {  # of fields of a config.json, with the architecture to be filled in
     "rms_norm_eps": "{}.attention.layer_norm_rms_epsilon",
     "rope_theta": "{}.rope.freq_base",
 }
+_ENDS = (
+    "</s>", "<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+"""Added tokens that end an output, by their text, as in llama.cpp: of a model's several a file names one by its id."""
 _FIELD = re.compile(rf"\b({'|'.join(_KEYS)})\b")
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -85,7 +90,7 @@ def config_json(metadata: Metadata, names: Sequence[str], rope_factors: Sequence
     if of("rope.dimension_count", int, default=head_dim) != head_dim:
         raise StartupError(f"{kind}.rope.dimension_count must be the head size, {head_dim}")
     theta = shortest(of("rope.freq_base", float, int, default=10_000.0))
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     config: dict[str, Any] = {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
@@ -101,7 +106,7 @@ def config_json(metadata: Metadata, names: Sequence[str], rope_factors: Sequence
         "rope_theta": theta,
         "attention_bias": kind == "llama" and "blk.0.attn_q.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
-        "eos_token_id": sorted({end for end in ends if isinstance(end, int)}),
+        "eos_token_id": sorted({end for end in ends if isinstance(end, int)} | _ends_by_text(metadata)),
     }
     if rope_factors:
         config["rope_scaling"] = llama3_scaling(rope_factors, theta, head_dim)
@@ -111,6 +116,12 @@ def config_json(metadata: Metadata, names: Sequence[str], rope_factors: Sequence
         message = error.message.removeprefix("config.json: ")
         raise StartupError(_FIELD.sub(lambda field: _KEYS[field[0]].format(kind), message)) from None
     return config
+
+
+def _ends_by_text(metadata: Metadata) -> set[int]:
+    tokens, types = (_value(metadata, f"tokenizer.ggml.{name}", list) for name in ("tokens", "token_type"))
+    kinds = zip(tokens, types, strict=False)  # tokenizer_json refuses lists of different lengths
+    return {number for number, (token, kind) in enumerate(kinds) if kind in (CONTROL, USER_DEFINED) and token in _ENDS}
 
 
 def llama3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from baton.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """The tensor types that are read."""
-VERSION = 1
+VERSION = 2
 """Of what is derived; another number derives it again."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 

@@ -121,6 +121,21 @@ def test_tokens_and_chats_equal_those_of_the_source(source: Callable[..., Path],
     assert set(ours.eos_token_ids) <= set(theirs.eos_token_ids)
 
 
+def test_outputs_end_at_every_token_that_llama_cpp_ends_them_at(source: Callable[..., Path], tmp_path: Path) -> None:
+    """A file of Llama 3.1 has the id of <|eot_id|> alone; its generation_config.json, which GGUF lacks, lists three."""
+    ends = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>"]
+    fields = gguf.GGUFReader(write_gguf(origin := source(), tmp_path / "as-it-is.gguf")).fields
+    tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    first = len(tokens) - len(ends)
+    tokens[first:], types[first:] = ends, [3, 3, 3, 1]  # the last is text like any other
+    extra = {"tokens": tokens, "token_type": types, "eos_token_id": first + 2}
+    file = write_gguf(
+        origin, tmp_path / "m.gguf", extra={f"tokenizer.ggml.{name}": each for name, each in extra.items()}
+    )
+    eos = TextModel.load(checkpoint_directory(file)).eos_token_ids
+    assert set(eos) >= {first, first + 1, first + 2} and first + 3 not in eos
+
+
 def test_a_changed_file_is_derived_again_and_an_unchanged_one_is_not(
     source: Callable[..., Path], tmp_path: Path, cache: Path
 ) -> None:
