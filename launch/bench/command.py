@@ -119,6 +119,8 @@ def bench_command(
 
     if min(work["input_len"].low, work["output_len"].low) < 1:
         raise StartupError("--input-len and --output-len must be at least 1")
+    if work["token_ids"].p95:
+        raise StartupError("--token-ids must be an id, or a range such as 300-3999")
     if sweep and (slo is None or against or trace):
         raise StartupError("--sweep needs --slo, and cannot be combined with --against or --trace")
     if rate and trace:

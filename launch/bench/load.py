@@ -140,7 +140,8 @@ class LoadPlan:
         return completion(ids[: row.input_len], max(1, row.output_len))
 
     def _ids(self, source: random.Random, count: int) -> list[int]:
-        return [self.token_ids.draw(source) for _ in range(count)]
+        # One by one, ids would take microseconds each, in which the client reads no arrivals: 50 ms for 8,192.
+        return source.choices(range(self.token_ids.low, self.token_ids.high + 1), k=count)
 
 
 def completion(prompt: list[int] | str, max_tokens: int) -> PlannedRequest:

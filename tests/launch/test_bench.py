@@ -239,6 +239,7 @@ def test_goodput_is_shown(tmp_path: Path) -> None:
         (["--rate", "1", "--trace", __file__], "give only one"),
         (["--trace", __file__], "row 1 is not a trace row"),
         (["--input-len", "0"], "must be at least 1"),
+        (["--token-ids", "p50=300,p95=900"], "--token-ids must be an id, or a range"),
     ],
 )
 def test_conflicting_options_are_refused(flags: list[str], expected: str) -> None:

@@ -79,6 +79,16 @@ def test_same_seed_gives_the_same_load() -> None:
     assert len({tuple(job["prompt"]) for job in jobs}) == 50
 
 
+def test_ids_are_not_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The client makes prompts beside open streams, whose arrivals it reads late meanwhile.
+    draw, drawn = Lengths.draw, list[int]()
+    monkeypatch.setattr(Lengths, "draw", lambda self, source: drawn.append(1) or draw(self, source))
+    load = LoadPlan(1, Lengths(5000, 5000), Lengths(1, 1), token_ids=Lengths(300, 302))
+    prompt = load.job(0).body["prompt"]
+    assert len(prompt) == 5000 and set(prompt) == {300, 301, 302}
+    assert len(drawn) == 2  # the lengths
+
+
 def test_text_prompts_count_words() -> None:
     prompt = LoadPlan(0, Lengths(7, 7), Lengths(1, 1), "text").job(0).body["prompt"]
     assert isinstance(prompt, str) and len(prompt.split()) == 7
