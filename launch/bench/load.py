@@ -63,8 +63,8 @@ class LoadPlan:
     tools   a chat that must call a function
     schema  a chat whose answer must match a JSON schema
 
-    With `rate`, sessions start at random times, `rate` per second on average (a Poisson process). With a `trace`, its
-    rows determine the times and lengths, replayed `scale` times as fast.
+    With `rate`, sessions start at random times (a Poisson process), with `rate` requests per second on average in all
+    of their turns. With a `trace`, its rows determine the times and lengths, replayed `scale` times as fast.
     """
 
     seed: int
@@ -88,6 +88,7 @@ class LoadPlan:
         from their first token on, except for prefixes that they share by design: no prefix cache helps by chance."""
         due = random.Random(f"{self.seed}/arrivals/{first}")
         at_s, left, number = 0.0, requests, first
+        per_session = self.turns if self.workload == "turns" else 1
         origin = self.trace[0].at_s if self.trace else 0.0
         while left > 0:
             if self.trace:
@@ -98,7 +99,7 @@ class LoadPlan:
                 at_s = (row.at_s - origin) / self.scale
             else:
                 jobs = self._jobs(number)[:left]
-                at_s += due.expovariate(self.rate) if self.rate else 0.0
+                at_s += due.expovariate(self.rate / per_session) if self.rate else 0.0
             yield Session(jobs, at_s)
             left -= len(jobs)
             number += 1

@@ -115,6 +115,12 @@ def test_open_loop_arrivals_are_a_poisson_process_at_the_given_rate() -> None:
     assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
 
 
+def test_the_rate_of_conversations_counts_each_turn() -> None:
+    load = LoadPlan(1, Lengths(1, 1), Lengths(1, 1), "turns", turns=4, rate=50.0)
+    *_, last = load.sessions(0, 20_000)
+    assert last.at_s == pytest.approx(400, rel=0.05)
+
+
 def test_tool_and_schema_loads_use_chat_completions() -> None:
     tools, schema = (LoadPlan(0, Lengths(3, 3), Lengths(9, 9), kind).job(0) for kind in ("tools", "schema"))  # type: ignore[arg-type]
     assert tools.path == schema.path == "/chat/completions"
