@@ -95,7 +95,7 @@ class LoadPlan:
                 if number - first >= len(self.trace):
                     return
                 row = self.trace[number - first]
-                jobs: tuple[PlannedRequest, ...] = (self._traced(row, first),)
+                jobs: tuple[PlannedRequest, ...] = (self._traced(row, number, first),)
                 at_s = (row.at_s - origin) / self.scale
             else:
                 jobs = self._jobs(number)[:left]
@@ -131,13 +131,13 @@ class LoadPlan:
             yield completion(prompt, max_tokens)
             prompt = prompt + self._ids(source, max_tokens)  # in place of the answer, which is not known yet
 
-    def _traced(self, row: TraceRow, run: int) -> PlannedRequest:
+    def _traced(self, row: TraceRow, number: int, run: int) -> PlannedRequest:
         """Returns the request of a row; rows of one run share the blocks that they have in common."""
         ids: list[int] = []
         for block in row.blocks:
             ids += self._ids(random.Random(f"{self.seed}/{run}/block/{block}"), TRACE_BLOCK)
         if len(ids) < row.input_len:
-            ids += self._ids(random.Random(f"{self.seed}/{run}/{row.at_s}/{row.input_len}"), row.input_len - len(ids))
+            ids += self._ids(random.Random(f"{self.seed}/{number}"), row.input_len - len(ids))
         return completion(ids[: row.input_len], max(1, row.output_len))
 
     def _ids(self, source: random.Random, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from launch.bench.run import MOST_STEPS, Search
 from launch.bench.stats import RequestRecord, interval, statistics
 from sim.scale.workload import Lengths, parse_lengths
 from sim.stats import parse_slo, percentile, summarize
-from sim.trace import read_trace
+from sim.trace import TraceRow, read_trace
 
 
 def test_percentile_is_linear_between_ranks() -> None:
@@ -119,6 +119,14 @@ def test_the_rate_of_conversations_counts_each_turn() -> None:
     load = LoadPlan(1, Lengths(1, 1), Lengths(1, 1), "turns", turns=4, rate=50.0)
     *_, last = load.sessions(0, 20_000)
     assert last.at_s == pytest.approx(400, rel=0.05)
+
+
+def test_rows_of_one_second_and_length_have_different_prompts() -> None:
+    """Else a prefix cache would help by chance: many a trace counts whole seconds."""
+    rows = tuple(TraceRow(float(i // 2), 20, 1) for i in range(4))
+    load = LoadPlan(1, Lengths(1, 1), Lengths(1, 1), trace=rows)
+    prompts = [tuple(session.jobs[0].body["prompt"]) for session in load.sessions(0, 4)]
+    assert len(set(prompts)) == 4
 
 
 def test_tool_and_schema_loads_use_chat_completions() -> None:
