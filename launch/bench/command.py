@@ -125,6 +125,8 @@ def bench_command(
         raise StartupError("--sweep needs --slo, and cannot be combined with --against or --trace")
     if rate and trace:
         raise StartupError("--rate and --trace both set arrival times; give only one")
+    if trace and work["workload"] != "tokens":
+        raise StartupError("--trace sends token ids, as many as each row has; it cannot be combined with --prompts")
     rows = trace_rows(trace) if trace else ()
     seed = secrets.randbelow(1 << 31) if seed is None else seed  # the prompts of an earlier command may be cached
     load = LoadPlan(**work, seed=seed, rate=0.0 if sweep else rate or 0.0, trace=rows)

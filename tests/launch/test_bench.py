@@ -237,6 +237,7 @@ def test_goodput_is_shown(tmp_path: Path) -> None:
         (["--sweep"], "--sweep needs --slo"),
         (["--sweep", "--slo", "ttft=1", "--against", "x"], "cannot be combined with --against"),
         (["--rate", "1", "--trace", __file__], "give only one"),
+        (["--trace", "azure-code", "--prompts", "text"], "--trace sends token ids"),
         (["--trace", __file__], "row 1 is not a trace row"),
         (["--input-len", "0"], "must be at least 1"),
         (["--token-ids", "p50=300,p95=900"], "--token-ids must be an id, or a range"),
