@@ -6,11 +6,14 @@ import ast
 import re
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from baton.runtime.config import CoordinatorConfig, WorkerConfig
+from launch.up_config import UpConfig
 from tests.docs.generate import ROOT
 
 PAGES = sorted(
@@ -112,6 +115,16 @@ def test_flags_of_baton_in_the_pages_exist() -> None:
             known = {name for p in baton.commands[command].params for name in (*p.opts, *p.secondary_opts)}
             for flag in re.findall(r"(--[a-z][a-z-]*)", rest):
                 assert flag in known, f"{name_of(page)}: baton {command} has no {flag}"
+
+
+def test_variables_in_the_pages_exist() -> None:
+    sources = (ROOT / folder for folder in ("baton", "benchmarks", "coordinator", "launch"))
+    code = "".join(p.read_text(encoding="utf-8") for folder in sources for p in folder.rglob("*.py"))
+    options = {f"BATON_{f.name.upper()}" for cls in (UpConfig, CoordinatorConfig, WorkerConfig) for f in fields(cls)}
+    examples = {"BATON_PROT", "BATON_KEY"}  # a misspelt one, and one of another program
+    for page in PAGES:
+        for name in set(re.findall(r"\bBATON_[A-Z_]+", page.read_text(encoding="utf-8"))) - options - examples:
+            assert f'"{name}"' in code, f"{name_of(page)}: nothing reads {name}"
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=name_of)
