@@ -27,6 +27,7 @@ from sim.stats import Slo
 SWEEP_S = 20.0
 MOST_STEPS = 16
 PRECISION = 0.1
+ENOUGH_ALONE = 5
 _RENDER: dict[str, Callable[[Report], str]] = {
     "json": lambda report: orjson.dumps(as_json(report), option=orjson.OPT_INDENT_2).decode() + "\n",
     "markdown": as_markdown,
@@ -210,6 +211,21 @@ def _sweep(target: ServerTarget, options: BenchOptions, slo: Slo, report: Report
         run = _run(target, step, 0, f"{rate:.3g} requests/s")
         report.runs.append(run)
         search.tried(rate, kept=statistics(run.records, slo).met_share >= slo.share)
-        if not search.kept and all(record.error is not None and not record.timed_out for record in run.records):
-            break  # every request was refused: a lower rate does not help
+        if not search.kept and hopeless(run.records, slo):
+            break
     report.best_rate = search.best
+
+
+def hopeless(records: Sequence[RequestRecord], slo: Slo) -> bool:
+    """Whether no lower rate can meet the limits: every request was refused, or most of those that ran alone missed
+    them. Pure."""
+    if all(record.error is not None and not record.timed_out for record in records):
+        return True
+    ordered = sorted(records, key=lambda record: record.sent)
+    met, busy_until = list[bool](), -math.inf
+    for record, next_sent in zip(ordered, [*(record.sent for record in ordered[1:]), math.inf], strict=True):
+        ended = math.inf if record.timed_out else max(record.sent, record.ended)
+        if record.error is None and busy_until <= record.sent and ended <= next_sent:
+            met.append(slo.met(record.ttft_s, record.tpot_s))
+        busy_until = max(busy_until, ended)
+    return len(met) >= ENOUGH_ALONE and sum(met) < len(met) / 2

@@ -321,6 +321,14 @@ def test_sweep_ends_if_the_server_fails_every_request(tmp_path: Path, monkeypatc
     assert code == 1 and len(report["runs"]) == 1 and report["best_rate"] == 0 and "no rate was found" in shown
 
 
+def test_sweep_ends_if_requests_that_run_alone_miss_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.bench.run.SWEEP_S", 0.1)
+    with fake_server(first_s=0.01) as server:
+        flags = ["--sweep", "--slo", "ttft=2ms", "--rate", "40", "--output-len", "1", "--input-len", "2"]
+        _, shown, report = bench(server, tmp_path, *flags)
+    assert len(report["runs"]) < 10 and report["best_rate"] == 0 and "no rate was found" in shown
+
+
 def test_endless_response_is_reported_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.cluster_api.MAX_BYTES", 1 << 20)
     monkeypatch.setattr("launch.bench.client._MAX_EVENT_BYTES", 1 << 20)

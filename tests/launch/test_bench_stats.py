@@ -11,7 +11,7 @@ import pytest
 
 from launch.bench.load import LoadPlan
 from launch.bench.report import Report, Run, tables
-from launch.bench.run import MOST_STEPS, Search
+from launch.bench.run import ENOUGH_ALONE, MOST_STEPS, Search, hopeless
 from launch.bench.stats import RequestRecord, interval, statistics
 from sim.scale.workload import Lengths, parse_lengths
 from sim.stats import parse_slo, percentile, summarize
@@ -226,6 +226,21 @@ def test_sweep_ends_if_every_rate_or_no_rate_is_sustained() -> None:
         while (rate := search.next()) is not None:
             search.tried(rate, kept=kept)
         assert (search.best > 1) == kept
+
+
+def test_limits_that_lone_requests_miss_are_hopeless() -> None:
+    """Else a sweep halves the rate until 20 requests take hours."""
+
+    def sent(at_s: float, ttft_s: float) -> RequestRecord:
+        return RequestRecord(at_s, (at_s + ttft_s,), at_s + ttft_s, at_s + ttft_s, output_tokens=1)
+
+    slo, alone = parse_slo("ttft=0.5"), [sent(10.0 * i, 0.6) for i in range(ENOUGH_ALONE)]
+    assert hopeless(alone, slo) and not hopeless(alone[1:], slo)
+    assert not hopeless(alone, parse_slo("ttft=0.7"))
+    assert not hopeless([sent(0.1 * i, 0.6) for i in range(20)], slo)  # each beside others
+    behind_one_that_hangs = [RequestRecord(-1.0, error="timed out", timed_out=True), *alone]
+    assert not hopeless(behind_one_that_hangs, slo)
+    assert hopeless([RequestRecord(0.0, error="status 503")], slo)
 
 
 def test_lengths_are_parsed() -> None:
