@@ -205,12 +205,15 @@ class Observed:
         self._first = 0.0  # when the first token was sent
         self._last: dict[int, float] = {}  # when the latest token of each choice was
         self._tokens = 0  # sent
+        self._cached = 0  # tokens of the prompt, as the first choice computes it; the others may reuse its KV
         self._usages: list[Usage] = []  # of choices that have ended, as the next two
         self._timeline: Timeline | None = None
         self._reasons: list[str] = []
 
     def delta(self, delta: Delta) -> None:
         now, metrics, choice = time.monotonic(), self._metrics, delta.choice
+        if delta.cached_tokens:  # with the first tokens: the client may leave before the last ones
+            self._count_cached(choice, delta.cached_tokens)
         if delta.pooled:
             self._first = now
             metrics.prompt_tokens.inc(len(self._submission.prompt))
@@ -236,19 +239,22 @@ class Observed:
             metrics.stages(timeline)
         if (usage := delta.usage) is not None:
             self._usages.append(usage)
-            if delta.choice == 0:
-                metrics.cached_tokens.inc(usage.cached_tokens)
+            self._count_cached(delta.choice, usage.cached_tokens)
             if (drafts := usage.speculation) is not None:
                 metrics.drafts.inc(drafts.steps)
                 metrics.drafted.inc(drafts.drafted_tokens)
                 metrics.accepted.inc(drafts.accepted_tokens)
 
+    def _count_cached(self, choice: int, cached_tokens: int) -> None:
+        if choice == 0 and cached_tokens > self._cached:
+            self._metrics.cached_tokens.inc(cached_tokens - self._cached)
+            self._cached = cached_tokens
+
     @property
     def tokens_used(self) -> int:
         """The tokens charged to the client's quota: uncached prompt tokens, once the first token or the vector is sent,
         and generated ones."""
-        cached = max((usage.cached_tokens for usage in self._usages), default=0)
-        return self._tokens + (len(self._submission.prompt) - cached if self._first else 0)
+        return self._tokens + (len(self._submission.prompt) - self._cached if self._first else 0)
 
     def end(self, error: BaseException | None, revision: str = "") -> None:
         """Records the end of the request; `error` is what ended it, unless it ended well. `revision` is that of its
@@ -296,14 +302,12 @@ class Observed:
         first_s = self._first - self._began
         metrics.latency.labels(upper_bound(TTFT_LIMITS_S, first_s), upper_bound(TPOT_LIMITS_S, per_token_s)).inc()
         if metrics.vllm is not None and self._tokens:
-            cached = max((usage.cached_tokens for usage in self._usages), default=0)
             queue_s = 0.0 if self._timeline is None else self._timeline.queue_s
             last_s = max(self._last.values()) - self._began
-            metrics.vllm.finished(submission, generated, cached, queue_s, first_s, last_s)
+            metrics.vllm.finished(submission, generated, self._cached, queue_s, first_s, last_s)
 
     def _described(self, seconds: float) -> str:
-        cached = max((usage.cached_tokens for usage in self._usages), default=0)
-        parts = [f"{len(self._submission.prompt)} prompt tokens ({cached} cached), {self._tokens} generated"]
+        parts = [f"{len(self._submission.prompt)} prompt tokens ({self._cached} cached), {self._tokens} generated"]
         if (timeline := self._timeline) is not None:
             parts.append(f"{timeline.prefill_worker or '-'} to {timeline.decode_worker or '-'}")
             stages = ((name, getattr(timeline, f"{name}_s")) for name in STAGES)

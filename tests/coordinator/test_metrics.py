@@ -134,6 +134,20 @@ def test_a_request_is_counted(clock: Clock) -> None:
     assert value(metrics, "baton_inter_token_latency_seconds_bucket", le="0.008") == 0
 
 
+def test_cached_tokens_count_with_the_first_token_and_only_as_the_first_choice_has_them(clock: Clock) -> None:
+    """The other choices reuse the KV that the first one computed, and the client may leave in the middle."""
+    metrics = Metrics()
+    observed = metrics.request(Submission("r1", tuple(range(10)), 64, n=2))
+    observed.delta(Delta("x", (1,), cached_tokens=4))
+    assert value(metrics, "baton_prompt_tokens_total") == 10 and value(metrics, "baton_prompt_tokens_cached_total") == 4
+    assert observed.tokens_used == 10 - 4 + 1
+    observed.delta(Delta("x", (1,), "length", usage=Usage(10, 1, 9), choice=1, cached_tokens=9))
+    observed.end(GeneratorExit())
+    assert observed.tokens_used == 10 - 4 + 2
+    observed.delta(Delta("x", (2,), "length", usage=Usage(10, 2, 4)))
+    assert value(metrics, "baton_prompt_tokens_cached_total") == 4
+
+
 def test_choices_and_their_token_gaps_are_counted_separately(clock: Clock) -> None:
     metrics = Metrics()
     play(metrics, clock, choices=3)
