@@ -537,10 +537,23 @@ class Dispatcher:
             classes = [home] if home is not None else ()
         else:
             classes = self._candidates(choice)
-        reasons = [self._too_small(choice, each) for each in classes]
+        reasons = [self._too_small(choice, each, parked=choice.stage is Stage.PARKED) for each in classes]
         if None in reasons:
             return None
         return reasons[0] if reasons else self._no_class(choice)
+
+    def continues_elsewhere(self, choice: Choice) -> bool:
+        """Returns whether a class other than that of its parked KV can continue a choice as tokens."""
+        if choice.prefill is None:
+            return False
+        before, home = choice.prefill.join.facts, self._workers.class_of(choice.prefill)
+        return any(
+            each is not home
+            and all(map(Pool.capacity, self._pools(choice, each)))
+            and ((facts := each.facts) is None or continues(before, facts) is None)
+            and self._too_small(choice, each) is None
+            for each in self._workers.classes
+        )
 
     def _no_class(self, choice: Choice) -> tuple[str, str]:
         """Returns why no class may serve a choice, with an error code."""
@@ -560,9 +573,10 @@ class Dispatcher:
         apart = " in the revision and domain of the others" if elsewhere else ""
         return f"no {role} worker is left{apart}", NO_WORKER[role]
 
-    def _too_small(self, choice: Choice, each: WorkerClass) -> tuple[str, str] | None:
-        """Returns why the workers of a class can never serve a choice, with an error code; None if they can."""
-        request, parked = choice.request, choice.stage is Stage.PARKED
+    def _too_small(self, choice: Choice, each: WorkerClass, *, parked: bool = False) -> tuple[str, str] | None:
+        """Returns why the workers of a class can never serve a choice, with an error code; None if they can. Its KV may
+        be `parked` there."""
+        request = choice.request
         for pool in (each.decode,) if parked else self._pools(choice, each):
             tokens = request.num_prefill_tokens if pool.role == "prefill" else request.max_kv_tokens
             role, limit = pool.role, pool.capacity(request.adapter)

@@ -503,10 +503,16 @@ class Requests:
         return [*actions, AssignTargets(choice.prefill_worker, old, names, choice.attempt, choice.deadline_at)]
 
     def _offer_again(self, choice: Choice, event: OfferDue, now: float) -> list[Action]:
-        """Offers parked KV again; after PARKED_S it is given up if its workers are here and decode has no room."""
+        """Offers parked KV again; after PARKED_S it is given up if its workers are here and decode has no room, and at
+        once if only another class can continue the choice."""
         actions, parked_s = self._offer(choice, event, now), now - choice.history[-1].at
+        if choice.stage is not PARKED:
+            return actions
+        if choice.unservable is not None and self.dispatcher.continues_elsewhere(choice):
+            why = f"{choice.unservable[0]} in the class of its KV; another class can continue it"
+            return [*actions, *self._reschedule(choice, why, now, planned=True)]
         here = choice.unservable is None and self.workers.connected(choice.prefill_worker)
-        if choice.stage is not PARKED or not here or parked_s < PARKED_S:
+        if not here or parked_s < PARKED_S:
             return actions
         why = f"no decode worker has room for its KV, which was parked for {parked_s:.1f} s"
         return [*actions, *self._reschedule(choice, why, now, planned=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -65,11 +65,10 @@ class Drive:
         """Returns the new commands of a kind, each with the worker it was sent to."""
         return [(a.worker, a.command) for a in self.take(Send) if isinstance(a.command, kind)]
 
-    def join(self, name: str, *, blocks: int = 16) -> None:
+    def join(self, name: str, *, blocks: int = 16, revision: str = "", **facts: object) -> None:
         self.incarnations[name] = self.incarnations.get(name, 0) + 1
-        joined = self.table.join(
-            replace(make_join(name, self.incarnations[name], blocks=blocks), replace=True), self.now
-        )
+        join = make_join(name, self.incarnations[name], blocks=blocks, **facts)  # type: ignore[arg-type]
+        joined = self.table.join(replace(join, replace=True, revision=revision), self.now)
         if joined.replaced is not None:
             self.record(self.requests.on_worker_lost(name, "replaced", self.now, drained=False))
         self.record(self.requests.worker_joined(self.now))
@@ -562,6 +561,23 @@ def test_parked_kv_is_kept_while_no_decode_worker_is_here_however_long() -> None
     d.join("d0")
     d.tick()
     assert r.stage is Stage.HANDOVER
+
+
+@pytest.mark.parametrize(("other", "moves"), [({}, True), ({"model_digest": "other"}, False), ({"blocks": 1}, False)])
+def test_parked_kv_without_a_decode_worker_moves_as_tokens_to_a_class_that_continues_it(
+    other: dict[str, Any], moves: bool
+) -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PARKED, max_tokens=8)
+    for name in ("p1", "d1"):
+        d.join(name, revision="v2", **other)
+    d.tick()
+    assert r.stage is Stage.PARKED, "d0 may redial"
+    d.lose("d0")
+    d.tick()
+    assert (r.stage, r.attempt > s.attempt) == ((Stage.PREFILL, True) if moves else (Stage.PARKED, False))
+    if moves:
+        assert (r.prefill_worker, r.request.output, r.deaths) == ("p1", (5,), [])
 
 
 def test_parked_kv_is_kept_while_its_own_worker_is_disconnected() -> None:
