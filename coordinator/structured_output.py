@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import orjson
 
-from baton.core.errors import InvalidRequest, InvariantError, Unavailable
+from baton.core.errors import InvalidRequest, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.engine.grammar_automaton import STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
 from baton.runtime.process import ChildExecutor, ready, start_child
@@ -95,7 +95,7 @@ class _Compiling(ChildExecutor):
                 await asyncio.get_running_loop().run_in_executor(executor, ready)
         except (BrokenProcessPool, TimeoutError):
             self.close()
-            raise InvariantError("the process that compiles grammars did not start") from None
+            raise Unavailable("the process that compiles grammars did not start", retry_after_s=1) from None
         return executor
 
 
