@@ -7,13 +7,14 @@ sessions with workers.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Concatenate, ParamSpec, TypeVar
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import (
@@ -53,6 +54,23 @@ LOAD_ADAPTER_POLL_S = 0.05
 LINGER_S = 1.0  # clients that connected just before may send their requests
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster have to report it
 ToWorker = Welcome | Command | HeartbeatAck
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _ends_process(method: Callable[Concatenate[Cluster, P], R]) -> Callable[Concatenate[Cluster, P], R]:
+    """Of a method that tasks of clients, sessions and operators call, which may drop its error: requests may have been
+    left halfway, so after an InvariantError `tick` raises it, too."""
+
+    @functools.wraps(method)
+    def call(cluster: Cluster, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(cluster, *args, **kwargs)
+        except InvariantError as e:
+            cluster.fail(e)
+            raise
+
+    return call
 
 
 class Cluster:
@@ -85,6 +103,7 @@ class Cluster:
 
     # For the fronts.
 
+    @_ends_process
     def admit(
         self, request: GenerateRequest, choices: int = 1, session: str = "", client: Client = ANONYMOUS
     ) -> Choice:
@@ -95,22 +114,22 @@ class Cluster:
             BatonError: the request is refused, and was not queued.
             InvariantError: `tick` raises it as well.
         """
-        with self._failing():
-            choice, actions = self.requests.admit(request, time.monotonic(), choices, session, client)
-            self._execute(actions)
+        choice, actions = self.requests.admit(request, time.monotonic(), choices, session, client)
+        self._execute(actions)
         return choice
 
     def listen(self, choice: Choice, notify: Callable[[], None]) -> None:
         """Calls `notify` after each change of a choice, until that is forgotten."""
         self._notify[choice.name] = notify
 
+    @_ends_process
     def end(self, choice: Choice, reason: str) -> None:
         """Ends a choice of which the front needs no more output, and notifies both pools immediately. Raises as `admit`
         does."""
-        with self._failing():
-            self._execute(self.requests.end(choice, reason, time.monotonic()))
+        self._execute(self.requests.end(choice, reason, time.monotonic()))
         self._execute([choice.notification])  # the other choices of its request may wait for its end
 
+    @_ends_process
     def forget(self, choice: Choice) -> None:
         """Ends a choice and removes it, so that its id can be reused."""
         self.end(choice, "the client disconnected")
@@ -155,6 +174,7 @@ class Cluster:
 
     # For sessions with workers.
 
+    @_ends_process
     def join(self, join: Join, peer: str) -> asyncio.Queue[ToWorker]:
         """Adds a worker; returns the queue of messages to send to it, a Welcome first. `peer` is its address, for the
         log.
@@ -201,6 +221,7 @@ class Cluster:
         """Returns whether this is the worker's current session: a redial opens another one."""
         return self._outgoing.get(worker) is queue
 
+    @_ends_process
     def on_message(self, worker: str, incarnation: int, message: object) -> bool:
         """Handles one message of a worker; returns False to end its session."""
         load = message.load if isinstance(message, Heartbeat | StepEvents) else None
@@ -228,6 +249,7 @@ class Cluster:
                 raise ProtocolError(f"{worker} sent an unexpected {type(message).__name__}")
         return True
 
+    @_ends_process
     def session_ended(self, worker: str, incarnation: int, queue: asyncio.Queue[ToWorker], why: str) -> None:
         """Records that a session has ended; the worker may redial for a while."""
         if self.is_current(worker, queue):
@@ -236,17 +258,8 @@ class Cluster:
                 log.warning("session of %s broke: %s", worker, why)
 
     def fail(self, error: InvariantError) -> None:
-        """Reports a bug that a session or a client's request ran into: `tick` raises it."""
+        """Reports a bug that another task ran into: `tick` raises it."""
         self._failure = error
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """For what runs in a client's task: other requests may have been left halfway, so all of the process ends."""
-        try:
-            yield
-        except InvariantError as e:
-            self.fail(e)
-            raise
 
     def check_token(self, presented: str, who: str) -> None:
         """Raises JoinRefused if the token is not this cluster's."""
@@ -286,6 +299,7 @@ class Cluster:
                 self.requests.check()
             idle = not len(self.requests)
 
+    @_ends_process
     def drain_worker(self, worker: str, timeout_s: float, next_role: Role | None = None) -> None:
         """Drains one worker: it gets no new work, finishes what it has or gives it back after `timeout_s`, and leaves;
         with a `next_role`, it joins again in that.
@@ -298,6 +312,7 @@ class Cluster:
         log.info("draining %s within %.1f s%s", worker, timeout_s, f" to become {next_role}" if next_role else "")
         self.send(worker, Drain(timeout_s, next_role))
 
+    @_ends_process
     def set_traffic(self, shares: Mapping[str, float], *, clear: bool) -> Mapping[str, float]:
         """Sets the shares of new requests by revision; returns those that are valid now.
 

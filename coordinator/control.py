@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from baton.core.commands import Join, Role
-from baton.core.errors import BatonError, InvalidRequest, InvariantError, JoinRefused, ProtocolError
+from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
 from baton.core.names import host_port
 from baton.runtime.codec import role_of
 from baton.runtime.first_message import FirstMessage, parsed
@@ -46,8 +46,6 @@ class Sessions(Protocol):
     def on_message(self, worker: str, incarnation: int, message: object) -> bool: ...
 
     def session_ended(self, worker: str, incarnation: int, queue: asyncio.Queue[ToWorker], why: str) -> None: ...
-
-    def fail(self, error: InvariantError) -> None: ...
 
     def check_token(self, presented: str, who: str) -> None: ...
 
@@ -124,9 +122,6 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
                 if not cluster.on_message(worker, incarnation, message):
                     break
                 del message  # kept until the next one, 64 tokens of each worker would be objects for the collector
-        except InvariantError as e:
-            cluster.fail(e)
-            raise
         finally:
             sender.cancel()
             ended()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from baton.core.blocks import HINT_BYTES, KeyChain
-from baton.core.commands import Abort, Assign, Prefill
+from baton.core.commands import Abort, Assign, Drained, Prefill
 from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
 from baton.core.events import KVCacheEvents, StepEvents
 from baton.core.handover import verify
-from tests.support.builders import make_facts
+from coordinator.cluster import Cluster
+from tests.support.builders import make_facts, make_join
 from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until
 
@@ -107,6 +109,34 @@ async def test_a_violated_invariant_in_a_client_s_task_ends_the_coordinator(
             b.cluster.forget(choice)
         b.cluster._failure = None
         b.tick = asyncio.create_task(b.cluster.tick())
+
+
+@pytest.mark.parametrize("call", ["join", "set_traffic", "session_ended", "on_message"])
+async def test_a_violated_invariant_in_what_workers_and_operators_call_ends_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """To them it is an error of one call, after which a worker would redial for ever."""
+    cluster = Cluster(3.0, 10, 1000)
+    queue = cluster.join(make_join("p0"), "peer")
+
+    def broken(*_: object) -> None:
+        raise InvariantError("a counter is wrong")
+
+    for owner, name in ((cluster.requests, "worker_joined"), (cluster.requests, "tick")):
+        monkeypatch.setattr(owner, name, broken)
+    monkeypatch.setattr(cluster.workers, "disconnected", broken)
+    monkeypatch.setattr(cluster.workers, "left", broken)
+    calls: dict[str, Callable[[], object]] = {
+        "join": lambda: cluster.join(make_join("d0"), "peer"),
+        "set_traffic": lambda: cluster.set_traffic({}, clear=True),
+        "session_ended": lambda: cluster.session_ended("p0", 1, queue, "closed"),
+        "on_message": lambda: cluster.on_message("p0", 1, Drained()),
+    }
+    with pytest.raises(InvariantError, match="a counter is wrong"):
+        calls[call]()
+    monkeypatch.undo()
+    with pytest.raises(InvariantError, match="a counter is wrong"):
+        await asyncio.wait_for(cluster.tick(), 30)
 
 
 async def test_a_gap_is_filled_from_the_other_worker_and_repeated_tokens_count_once() -> None:
