@@ -206,15 +206,7 @@ class Sender:
         run.started = True
         sequence = run.over.sequence
         try:
-            actions = run.over.on(ComputeStarted(), time.monotonic())
-            while actions:
-                following: list[Action] = []
-                for action in actions:  # only the last one has an event that others follow
-                    following = await self._perform(run, action)
-                actions = following
-        except asyncio.CancelledError:
-            for action in run.next_actions:
-                await self._perform(run, action)
+            await self._follow(run)
         except InvariantError as e:
             self._owner.failed(e)
         except Exception:
@@ -226,11 +218,26 @@ class Sender:
                     run.sending.cancel()
                 # No timeout here, which would free blocks that are still read: each wait within a chunk has its own.
                 await asyncio.wait({run.sending})
+            if run.sending is not None and isinstance(error := _error(run.sending), InvariantError):
+                self._owner.failed(error)  # after an abort nothing else reads it
             del self._runs[sequence]
             try:
                 self._owner.hand_over_ended(sequence)
             except InvariantError as e:
                 self._owner.failed(e)
+
+    async def _follow(self, run: _Run) -> None:
+        """Executes actions until none follows, or those of the abort that cancelled the task."""
+        try:
+            actions = run.over.on(ComputeStarted(), time.monotonic())
+            while actions:
+                following: list[Action] = []
+                for action in actions:  # only the last one has an event that others follow
+                    following = await self._perform(run, action)
+                actions = following
+        except asyncio.CancelledError:
+            for action in run.next_actions:
+                await self._perform(run, action)
 
     async def _perform(self, run: _Run, action: Action) -> list[Action]:
         """Executes an action and reports the event that ends it; returns the actions that follow."""
@@ -397,3 +404,7 @@ class Sender:
 
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.cancelled() or task.exception() is not None
+
+
+def _error(task: asyncio.Task[Any]) -> BaseException | None:
+    return None if task.cancelled() else task.exception()

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvariantError
+from prefill import sender
+from prefill.link import Link
 from prefill.scheduler import PrefillScheduler
 from prefill.sender import Sender
 from tests.support.builders import make_request
+from tests.support.link_gate import Gate
 from tests.support.nodes import pair, until
 
 BUG = InvariantError("an invariant does not hold")
@@ -38,5 +41,38 @@ async def test_invariant_error_in_a_hand_over_ends_the_worker(
         if name == "release_send":
             source.worker.hand_over_ended(sequence)
         source.abort(request.sequence_id)
+        decode.abort(request.sequence_id)
+        decode.compute()
+
+
+async def test_a_violated_invariant_in_the_actions_of_an_abort_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (source, [decode]):
+        gate = Gate(monkeypatch, "announce", "before")
+        request = make_request("r", 10, max_tokens=4)
+        source.submit(request, decode)
+        source.compute()
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        real = Link.abort
+        monkeypatch.setattr(Link, "abort", broken)
+        source.abort(request.sequence_id)
+        gate.opened.set()
+        assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 30) is BUG
+        monkeypatch.setattr(Link, "abort", real)
+        decode.abort(request.sequence_id)
+        decode.compute()
+
+
+async def test_a_violated_invariant_in_a_chunk_after_an_abort_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that was announced is sent to its end, and nothing awaits it any more."""
+    async with pair() as (source, [decode]):
+        gate = Gate(monkeypatch, "announce", "before")
+        request = make_request("r", 10, max_tokens=4)
+        source.submit(request, decode)
+        source.compute()
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        monkeypatch.setattr(sender, "EdgeSent", broken)
+        source.abort(request.sequence_id)
+        gate.opened.set()
+        assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 30) is BUG
         decode.abort(request.sequence_id)
         decode.compute()
