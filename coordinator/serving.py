@@ -22,7 +22,7 @@ from baton.runtime.batches_access import access_key
 from baton.runtime.cluster_token import FLAG as TOKEN_FLAG
 from baton.runtime.cluster_token import check_listening, on_loopback
 from baton.runtime.config import CoordinatorConfig
-from baton.runtime.event_loop import LoopWatch, collect_when_grown
+from baton.runtime.event_loop import LoopWatch, collect_when_grown, report_violations
 from baton.runtime.model_source import resolve_model, served_name
 from baton.runtime.paths import expanded
 from baton.runtime.ports import bind, share, write_ready_file
@@ -69,6 +69,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     background: list[asyncio.Task[None]] = []
     async with AsyncExitStack() as closing:  # closes in reverse order
         core = _open_core(config, access, closing)
+        report_violations(core.cluster.fail)
         await asyncio.to_thread(core.text.check)
         allow_connections()
         if few := few_connections():

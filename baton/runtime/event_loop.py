@@ -1,6 +1,6 @@
 """Keeps the event loop of a process free: while it is blocked all streams wait, and a lease may end. `LoopWatch`
 measures how long it is blocked, and by what; `collect_when_grown` decides when full garbage collections run;
-`off_loop` builds large messages on a thread.
+`off_loop` builds large messages on a thread. `report_violations` is for errors that no task awaits.
 
 The loop stores the time in `_beat` every half of the limit; a thread reads it as often. If the loop is late by more
 than the limit, the thread records the stack of the loop's thread and, after the loop's next beat, how long it was
@@ -27,10 +27,24 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from baton.core.errors import InvariantError
+
 log = logging.getLogger("baton.loop")
 LIMIT_S = 0.05
 LOG_EVERY_S = 10.0
 _FRAMES = 3
+
+
+def report_violations(fail: Callable[[InvariantError], None]) -> None:
+    """Calls `fail`, which ends the process, for an InvariantError of a callback of the running loop, or of a task that
+    nobody awaits; asyncio would only log it. Others are logged as before."""
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(error := context.get("exception"), InvariantError):
+            fail(error)
+        loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(handle)
 
 
 class LoopWatch:

@@ -27,7 +27,7 @@ from baton.core.prefix_cache import KeptBlocks
 from baton.core.ranks import Ranks
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import WorkerConfig, for_device
-from baton.runtime.event_loop import LoopWatch
+from baton.runtime.event_loop import LoopWatch, report_violations
 from baton.runtime.model_source import may_draft, resolve_draft, resolve_model
 from baton.runtime.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.runtime.process import (
@@ -199,6 +199,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 runner.parameter_bytes / (1 << 20),
             )
         signals = _leave_on_signal(lambda timeout_s: worker.main_loop.leave(timeout_s), group, config.drain_timeout_s)
+        report_violations(lambda error: worker.main_loop.fail(error))  # of its present role
         stalls = asyncio.create_task(LoopWatch(LOOP_STALL_S).run(), name="loop watch")
         try:
             async with contextlib.AsyncExitStack() as beside:

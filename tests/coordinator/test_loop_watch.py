@@ -1,4 +1,4 @@
-"""Calls that block the event loop are counted and named."""
+"""Calls that block the event loop are counted and named; a violated invariant that no task awaits is reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from baton.runtime.event_loop import LoopWatch
+from baton.core.errors import InvariantError
+from baton.runtime.event_loop import LoopWatch, report_violations
 
 
 def holds_the_loop(seconds: float) -> None:
@@ -32,3 +33,30 @@ async def test_call_that_blocks_the_event_loop_is_logged_by_name(caplog: pytest.
     if not before:
         (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.loop"][:1]
         assert "holds_the_loop (test_loop_watch.py:" in line
+
+
+@pytest.mark.parametrize("where", ["callback", "task"])
+async def test_a_violated_invariant_that_nothing_awaits_is_reported(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reported: list[InvariantError] = []
+    report_violations(reported.append)
+    loop = asyncio.get_running_loop()
+
+    def raises(error: Exception) -> None:
+        raise error
+
+    async def task(error: Exception) -> None:
+        raises(error)
+
+    for error in (ValueError("another error"), InvariantError("a counter is wrong")):
+        if where == "callback":
+            loop.call_soon(raises, error)
+        else:
+            forgotten = asyncio.ensure_future(task(error))
+            del forgotten
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    loop.set_exception_handler(None)
+    assert [str(error) for error in reported] == ["a counter is wrong"]
+    assert len([r for r in caplog.records if r.name == "asyncio"]) == 2
