@@ -114,7 +114,8 @@ def grammar_failed(sequence: SequenceId, failure: GrammarFailure, stamps: StageS
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """No target accepted the KV; it waits at the prefill worker until new targets are assigned."""
+    """No target accepted the KV, or the one that did failed: it waits at the prefill worker until new targets are
+    assigned."""
 
     sequence: SequenceId
     reason: str

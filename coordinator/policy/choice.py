@@ -4,7 +4,8 @@ the actions that follow. Pure.
     QUEUED    waits for a prefill worker and a decode worker (policy.dispatch)
     PREFILL   at a prefill worker, or a decode worker that computes the prompt; its first token is not known yet
     HANDOVER  the first token is known; the KV is on its way to a decode worker
-    PARKED    no decode worker accepted the KV: it stays at the prefill worker until one has room
+    PARKED    no decode worker accepted the KV, or the one that did failed: it stays at the prefill worker until one
+              has room
     DECODE    a decode worker has all KV and generates
     ENDED     finished, failed, or its client disconnected
 
@@ -192,7 +193,7 @@ class Rescheduled(NamedTuple):
 
 
 class KVParked(NamedTuple):
-    """No decode worker accepted the KV of `sequence`: it stays at its prefill worker."""
+    """The KV of `sequence` stays at its prefill worker (`baton.core.events.Parked`)."""
 
     sequence: SequenceId
     reason: str
@@ -266,14 +267,14 @@ class Choice:
     counts_as_running: bool = False  # against its key's `max_running`
     held: Held = NOTHING
     grows_at: int = NEVER  # with more output tokens than this it needs another block at its decode worker
-    kv_parked: bool = False  # the prefill worker keeps the KV: every target of this attempt has refused it
+    kv_parked: bool = False  # the prefill worker keeps the KV: no target of this attempt has taken it
     times_parked: int = 0
     offer_at: float = 0.0  # parked KV is not offered before
     recomputed: bool = False  # damaged or missing KV was computed again
     prefilled: int = 0  # tokens computed by its first prefill that produced a token
 
     # Losses.
-    deaths: list[str] = field(default_factory=list)  # workers lost in a step with this choice, with the reason
+    deaths: list[str] = field(default_factory=list)  # workers that were lost or ended it while it ran there, and why
     alone_deaths: int = 0  # of these, in steps of this choice alone
     tokens_at_failure: int = -2  # its tokens when it was last rescheduled because something failed
 
@@ -287,9 +288,8 @@ class Choice:
     earlier_speculation: SpeculationCounters | None = None
 
     name: ChoiceId = field(init=False)
-    notification: Notify = field(
-        init=False
-    )  # the action that reports a change of it: built once, returned for every token
+    # The action that reports a change of it: built once, returned for every token.
+    notification: Notify = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.request.choice_id

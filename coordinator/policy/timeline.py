@@ -5,7 +5,7 @@
     prefill        its prompt is computed, until the first token arrives at the coordinator
     reserve        the first token is known, and no decode worker has accepted the KV yet
     transfer       the rest of the hand-over: most of it overlaps `prefill`, where it costs no time
-    parked         no decode worker accepted the KV
+    parked         the KV stays at the prefill worker: no decode worker accepted it, or the one that did failed
     decode_queue   waits at the decode worker for its first step
     decode         up to its last token
     detokenise     from the last token to the last text handed to the front
