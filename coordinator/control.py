@@ -114,7 +114,7 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
             except Exception as e:
                 if not isinstance(e, LinkLost):
                     log.exception("sending commands to %s failed", worker)
-            ended()  # its events may still arrive, but no command reaches it: it has to redial
+            ended()  # no command reaches it, so it has to redial: its next message, if any, ends the session unread
 
         sender: asyncio.Task[None] = asyncio.create_task(pump(), name=f"commands to {worker}")
         try:

@@ -7,7 +7,7 @@ nothing about it; after 1, 2, 4 .. 30 s when it failed by itself. A run that sta
 backoff. While no worker of its role is ready, requests wait: it is restarted at once, or, if it fails by itself again
 and again, after at most RETRY_S.
 
-Its parents sleep until a child ends, a signal arrives, or a timeout expires (`Signals`).
+The process that supervises sleeps until a child ends, a signal arrives, or a timeout expires (`Signals`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""What a worker has reported about each sequence, kept until the coordinator has it: a broken stream loses nothing.
+"""What a worker has reported about each sequence, kept until the coordinator has it (`OutputLog`), and what the worker
+does with its sequences when its session is established again (`reconcile`). Pure.
 
-After a redial the coordinator sends its next index per sequence, and the worker resends everything from there on.
-
-What a worker does with its sequences when its session is established again: pure.
-
-The coordinator's welcome lists the sequences that it tracks at the worker, as of some moment after the join. Meanwhile
-the worker may have received more over a link, and may have ended some of those listed.
+After a redial the coordinator sends its next index per sequence, and the worker resends everything from there on, so a
+broken stream loses nothing. The welcome lists the sequences that the coordinator tracks at the worker, as of some
+moment after the join. Meanwhile the worker may have received more over a link, and may have ended some of those listed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What both kinds of worker share around their scheduler: the session, the step loop, deadlines, tombstones, drain.
 
-One event loop owns all state; the engine computes on one thread of its own. Between two steps only this loop uses the
-scheduler, so no lock is needed.
+One event loop owns all state; the engine computes on one thread of its own, from plans. Only this loop uses the
+scheduler, also while a step computes, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Tier(Protocol):
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents: ...
 
     def command(self, command: Command) -> None:
-        """Handles a command other than Abort and Drain."""
+        """Handles a Prefill or an Assign. Raises BatonError if the tier has no such command."""
         ...
 
     def end(self, sequence: SequenceId, reason: str) -> bool:

@@ -43,7 +43,8 @@ class EdgeSpec:
     """Everything that one end needs to make its edge.
 
     `host` and `port` are the decode worker's `EdgeStore`; `bind_host` is this end's own address for the bytes;
-    `generation` counts the rebuilds of the edge and is part of `prefix` already (see `edge_prefix`);
+    `generation` is a number that the prefill worker's process has used for no other edge, and is part of `prefix`
+    already (see `edge_prefix`);
     `operation_timeout_s` applies when a send or receive names none; `device` is the device of the buffers.
     """
 

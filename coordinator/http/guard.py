@@ -1,8 +1,8 @@
 """The checks of every request before routing, as plain ASGI middleware: size of the head, Host, API key and request id.
 
 The server's protocol (server.py) refuses an endless head while it is read; the checks here need the complete head, so
-that any server in front of the app gives the same answers. So is the room in the queue, because more requests may be
-refused for that than are served: a refusal here costs half of one behind the router.
+that any server in front of the app gives the same answers. The room in the queue is checked here too, because more
+requests may be refused for that than are served: a refusal here costs half of one behind the router.
 """
 
 from __future__ import annotations

@@ -66,10 +66,9 @@ _FULL: _Refusal = (503, Unavailable.code, "too many connections")
 
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. Its own state: whether a head is expected or incomplete, whether the last head offers to upgrade
-    to another protocol, the bytes received since the last
-    complete head or part of a body, the timer that closes the connection while no request is being answered, the timer
-    that closes it while the client reads nothing, the requests that are not answered yet, and how many bytes of bodies
-    were dropped after their answer.
+    to another protocol, the bytes received since the last complete head or part of a body, the timer that closes the
+    connection while no request is being answered, the timer that closes it while the client reads nothing, the requests
+    that are not answered yet, with their tasks, and how many bytes of bodies were dropped after their answer.
 
     The first timer runs from the connection to the first head, while a head is incomplete, and from each answer to the
     end of the next head, whatever else is sent meanwhile; any byte cancels uvicorn's own timer. The second runs while

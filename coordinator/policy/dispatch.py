@@ -163,7 +163,8 @@ class Dispatcher:
         While a role has no worker it is queued too: one may be starting.
 
         Raises:
-            ContextLengthExceeded: no pair of the present workers could ever hold it.
+            ContextLengthExceeded: no pair of the present workers could ever hold it, or its prompt alone exceeds what
+                the queue may hold.
             Unavailable: the queue is full, or what goes before the choice takes longer than its deadline allows.
             QuotaExceeded: its tenant has filled its part of the queue.
         """

@@ -10,7 +10,7 @@ A class is a revision (`--revision` of its workers) in one domain (`--domain`), 
 revision all workers serve the same model in the same way (`coordinator.policy.joining`); within a class every prefill
 worker can hand KV over to every decode worker. A request uses the workers of one class. It moves to another one only as
 tokens, its prompt and its output so far, and once it has output only where that is continued by the same model
-(`continues`). A class in which a role has no worker gets no request.
+(`continues`). A class in which a role has no worker gets no request that needs that role.
 """
 
 from __future__ import annotations
