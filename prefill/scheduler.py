@@ -339,10 +339,10 @@ class PrefillScheduler:
             turns.computes(sequence, budget.take(sequence, self._uncached(sequence, {})))
         return budget.tokens == 0
 
-    def _beginning(self, sequence: Sequence) -> tuple[str, str, tuple[int, ...]]:
+    def _beginning(self, sequence: Sequence) -> tuple[str, str, str, tuple[int, ...]]:
         """Returns what two sequences that could share cached blocks have in common."""
         request = sequence.request
-        return request.cache_salt, request.adapter, sequence.tokens(0, self.layout.block_size)
+        return request.tenant, request.cache_salt, request.adapter, sequence.tokens(0, self.layout.block_size)
 
     def _uncached(self, sequence: Sequence, starts: Mapping[Sequence, int]) -> int:
         """Returns how many tokens of a sequence are in no row and not cached."""

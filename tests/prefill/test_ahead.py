@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import StepPlan
@@ -65,6 +69,17 @@ def test_prompt_that_begins_like_one_being_computed_waits_for_its_cached_blocks(
     assert scheduler.begin_step(0.0) is None
     scheduler.finish_step(make_outcome(second), 0.0)
     assert ranges(scheduler.begin_step(0.0)) == [("b", 12, 13)] and scheduler.prompt_tokens_cached == 12
+
+
+@pytest.mark.parametrize(("tenant", "rows"), [("", [("a", 8, 12)]), ("other", [("b", 0, 8)])])
+def test_prompt_of_another_tenant_waits_for_no_cached_blocks(tenant: str, rows: list[tuple[str, int, int]]) -> None:
+    """They share none; and it is the other tenant's turn."""
+    scheduler = make_prefill(num_blocks=16, step_tokens=8, plan_ahead=True)
+    shared = tuple(range(100, 112))
+    scheduler.submit(make_request("a", shared), 0.0, hand_over=True)
+    scheduler.begin_step(0.0)
+    scheduler.submit(replace(make_request("b", shared), tenant=tenant), 0.0, hand_over=True)
+    assert ranges(scheduler.begin_step(0.0)) == rows
 
 
 def test_aborted_prompt_keeps_its_blocks_until_its_last_row_is_done() -> None:
