@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.core.events import PromptCost
+from baton.core.line_fit import LineFit
 
 Split = Literal["always", "auto", "never"]
 """`always` apart, `never` apart, or `auto`: each request by its price."""
@@ -123,32 +124,23 @@ class StreamRate:
 
 
 class HandOverCost:
-    """How long hand-overs last after the prompt is computed, by the tokens of the last chunk: a line through the recent
-    ones, each of which weighs _DECAY times the next."""
+    """How long hand-overs last after the prompt is computed, by the tokens of the last chunk."""
 
     def __init__(self) -> None:
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self._fit = LineFit(_DECAY)
 
     def __repr__(self) -> str:
         return f"<HandOverCost {self.seconds(0) * 1e3:.1f} ms, {self.seconds(512) * 1e3:.1f} ms for 512 tokens>"
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._count = _DECAY * self._count + 1.0
-        self._x = _DECAY * self._x + tokens
-        self._y = _DECAY * self._y + seconds
-        self._xx = _DECAY * self._xx + tokens * tokens
-        self._xy = _DECAY * self._xy + tokens * seconds
+        self._fit.observe(tokens, seconds)
 
     def seconds(self, tokens: int) -> float:
         """Returns the seconds expected for a last chunk of `tokens` tokens; 0 before any hand-over."""
-        if not self._count:
+        if not self._fit.count:
             return 0.0
-        spread = self._count * self._xx - self._x * self._x
-        slope = 0.0
-        if self._count >= _FEWEST and spread > 1e-6 * self._xx * self._count:
-            slope = max((self._count * self._xy - self._x * self._y) / spread, 0.0)
-        base = max((self._y - slope * self._x) / self._count, 0.0)
-        return base + slope * tokens
+        line = self._fit.line() if self._fit.count >= _FEWEST else None
+        return self._fit.mean_s() if line is None else line[0] + line[1] * tokens
 
 
 def _seconds(seconds: float) -> str:
