@@ -1,9 +1,8 @@
 """The holders of KV blocks. A block is free, receiving (exclusive), or held by sequences, send pins and the cache.
 
 A block with a transfer in flight becomes free only when its transfer has ended or its edge is closed: holders of kind
-`send` and `receiving` represent such transfers. Every reuse raises the block's generation, so that a late message about
-an earlier use can be distinguished from the current one. `check()` verifies the invariants block by block;
-`check_idle()` verifies from totals, in constant time, that all blocks of a pool without sequences are free.
+`send` and `receiving` represent such transfers. `check()` verifies the invariants block by block; `check_idle()`
+verifies from totals, in constant time, that all blocks of a pool without sequences are free.
 
 A block that only the cache holds is idle: it counts as free, and is evicted when no other block is free, longest idle
 first. `on_evict` is called for each evicted block before the block gets its new holder.
@@ -53,7 +52,6 @@ class BlockTable:
         self._free: deque[int] = deque(range(num_blocks))  # oldest first
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self._holders: list[set[Holder]] = [set() for _ in range(num_blocks)]
-        self._generation = [0] * num_blocks
         self._num_held: dict[Holder, int] = {}  # without the cache
 
     def __repr__(self) -> str:
@@ -87,8 +85,8 @@ class BlockTable:
         return BlockCounts(self.num_blocks, self.num_free, receiving, pinned)
 
     def allocate(self, count: int, holder: Holder) -> tuple[int, ...] | None:
-        """Allocates `count` free blocks to `holder` and raises their generation, or allocates none and returns None.
-        Idle blocks are evicted when too few others are free."""
+        """Allocates `count` free blocks to `holder`, or allocates none and returns None. Idle blocks are evicted when
+        too few others are free."""
         if count > self.num_free:
             return None
         while len(self._free) < count:
@@ -98,7 +96,6 @@ class BlockTable:
             self.on_evict(block)
         taken = tuple(self._free.popleft() for _ in range(count))
         for block in taken:
-            self._generation[block] += 1
             self._holders[block].add(holder)
             self._update_free(block)
         self._count(holder, count)
@@ -188,9 +185,6 @@ class BlockTable:
         if len(set(blocks)) != len(blocks) or any(not 0 <= block < self.num_blocks for block in blocks):
             raise InvariantError(f"blocks {blocks} are not distinct blocks of a pool of {self.num_blocks}")
         return blocks
-
-    def generations(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._generation[block] for block in blocks)
 
     def holders(self, block: int) -> frozenset[Holder]:
         return frozenset(self._holders[block])

@@ -20,17 +20,6 @@ def test_allocate_is_all_or_nothing() -> None:
     assert sorted(table.allocate(3, SEQ_A) or ()) == [0, 1, 2]
 
 
-def test_every_reuse_raises_the_generation() -> None:
-    table = BlockTable(1)
-    seen = []
-    for _ in range(3):
-        blocks = table.allocate(1, SEQ_A)
-        assert blocks is not None
-        seen += table.generations(blocks)
-        table.release(blocks, SEQ_A)
-    assert seen == [1, 2, 3]
-
-
 def test_block_is_free_only_when_its_last_holder_releases_it() -> None:
     table = BlockTable(2)
     blocks = table.allocate(2, SEQ_A) or ()
@@ -130,7 +119,6 @@ def test_idle_blocks_are_allocated_last_and_a_prefix_is_evicted_from_its_end() -
     assert evicted == []
     assert table.allocate(2, SEQ_B) == (third, second)
     assert evicted == [third, second]
-    assert table.generations((third,)) == (2,)
     assert table.holders(second) == {SEQ_B}
 
 

@@ -24,7 +24,6 @@ class BlockTableMachine(RuleBasedStateMachine):
         self.table.on_evict = self.evicted.append
         self.idle: list[int] = []
         self.held: dict[int, set[Holder]] = {block: set() for block in range(num_blocks)}
-        self.generation = dict.fromkeys(self.held, 0)
 
     def refuses(self, allowed: bool, method: str, *args: object) -> bool:
         """Calls `method`, which must raise exactly when the model does not allow it."""
@@ -49,7 +48,6 @@ class BlockTableMachine(RuleBasedStateMachine):
         for block in taken or ():
             assert block in free or block in self.evicted
             self.held[block] = {holder}
-            self.generation[block] += 1
         assert taken is None or len(set(taken)) == count
 
     @rule(blocks=picks, holder=holders)
@@ -127,7 +125,6 @@ class BlockTableMachine(RuleBasedStateMachine):
     def table_is_consistent_and_equals_the_model(self) -> None:
         self.table.check()
         assert {b: set(self.table.holders(b)) for b in self.held} == self.held
-        assert self.table.generations(self.held) == tuple(self.generation.values())
         assert self.table.num_free == sum({h.kind for h in held} <= {"cache"} for held in self.held.values())
         for holder in HOLDERS:
             assert self.table.held_by(holder) == tuple(b for b, held in self.held.items() if holder in held)

@@ -163,16 +163,6 @@ def test_kv_that_arrives_twice_is_refused_without_effect() -> None:
     assert step(scheduler, 6).tokens == (TokenEvent(A, 0, (5, 6)),)
 
 
-def test_reused_blocks_have_a_new_generation() -> None:
-    scheduler = make_decode(num_blocks=3)
-    scheduler.reserve(make_request("a", 12, 0), 0.0)
-    before = scheduler.blocks.generations(scheduler.block_ids(A))
-    scheduler.abort(A)
-    scheduler.reserve(make_request("a", 12, 0, attempt=2), 0.0)
-    after = scheduler.blocks.generations(scheduler.block_ids(A._replace(attempt=2)))
-    assert all(new > old for new, old in zip(after, before, strict=True))
-
-
 def test_same_attempt_is_refused_and_the_next_is_accepted() -> None:
     scheduler = make_decode()
     scheduler.reserve(make_request(), 0.0)

@@ -418,7 +418,6 @@ FAULTS = (
         "tests/core tests/coordinator/test_policy_journal.py",
     ),
     # KV blocks and handles.
-    Fault("baton/core/blocks.py", "            self._generation[block] += 1\n", "", "tests/core/test_blocks.py"),
     Fault(
         "baton/core/blocks.py", 'if holder.kind == "receiving" or _being_received(holders):', "if False:", "tests/core"
     ),
