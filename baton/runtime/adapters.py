@@ -71,7 +71,7 @@ def _read(file: Path, limit: int) -> bytes:
         with open_regular(file) as opened:
             if (size := os.fstat(opened.fileno()).st_size) > limit:
                 raise _invalid(f"{file} has {size} bytes, more than {limit}")
-            return opened.read(limit)
+            return opened.read(size)
     except OSError as error:
         raise _invalid(f"{file}: {error.strerror}") from None
 

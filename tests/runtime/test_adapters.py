@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from baton.core.commands import AdapterSource, AdapterStates, SetAdapters
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.runtime import adapters
-from baton.runtime.adapters import FollowerAdapters, RankAdapters, WorkerAdapters
+from baton.runtime.adapters import FollowerAdapters, RankAdapters, WorkerAdapters, read_adapter_files
 from baton.runtime.frames import AdapterLoaded, DropAdapter, FrameReader, LoadAdapter, encode
 from tests.support.nodes import until
 
@@ -80,6 +81,18 @@ async def worker(ranks: RankAdapters | None = None) -> AsyncIterator[Worker]:
         assert not task.done(), task
     finally:
         task.cancel()
+
+
+def test_reading_an_adapter_takes_no_more_memory_than_its_files_have(tmp_path: Path) -> None:
+    """`read(n)` allocates n bytes first: with the limit of 8 GiB as n, a machine with less memory refuses."""
+    source(tmp_path, b"w" * 1000)
+    tracemalloc.start()
+    try:
+        assert read_adapter_files(str(tmp_path)) == (b"{}", b"w" * 1000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 async def test_a_worker_loads_what_it_lacks_and_drops_the_others_between_steps(tmp_path: Path) -> None:
