@@ -163,7 +163,7 @@ class EdgeWorker:
         done, _ = await asyncio.wait({job.future}, timeout=self._busy_until - now)
         if not done:
             self._die(self.spec.error(f"{job.name} exceeded its limit of {limit_s:.1f} s"))
-            await asyncio.sleep(0)  # lets `_die` complete the future
+            await asyncio.wait({job.future})  # `_die` completes it, or the thread, if the job has just ended
         with self._lock:
             if not self._pending:  # later jobs do not inherit time that earlier ones left over
                 self._busy_until = 0.0

@@ -14,7 +14,7 @@ import torch
 
 from baton.core.errors import HandoffError
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.edge_thread import EdgeWorker, _Job
 from tests.support.limits import HANG_S
 
 MakeSpec = Callable[..., EdgeSpec]
@@ -131,6 +131,26 @@ async def test_a_stuck_operation_times_out_and_its_thread_ends_when_it_returns()
     assert not await worker.close(0.1)
     edge.gate.set()
     assert await worker.close()
+
+
+async def test_a_job_that_ends_just_as_it_times_out_has_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is not pending any more, and its result is still on the way from its thread to the event loop."""
+    worker, _ = fake()
+    await worker.connect()
+    resolve = _Job.resolve
+
+    def resolve_late(job: _Job, result: object = None, error: BaseException | None = None) -> None:
+        until = time.monotonic() + HANG_S
+        while threading.current_thread() is not threading.main_thread() and time.monotonic() < until:
+            if worker.dead is not None:
+                time.sleep(0.02)
+                break
+            time.sleep(0.001)
+        resolve(job, result, error)
+
+    monkeypatch.setattr(_Job, "resolve", resolve_late)
+    assert await worker.run(lambda: 7, timeout_s=0.0) == 7
+    assert worker.dead is not None
 
 
 async def test_unused_time_of_finished_jobs_does_not_extend_the_limit_of_a_stuck_one() -> None:
