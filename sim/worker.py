@@ -307,7 +307,7 @@ class Worker(Process):
         if self.tier.scheduler.sequence_ids() and self.now < self._drain_until:
             self.later(DRAIN_CHECK_S, self._drain_step)
             return
-        self._abandon("the drain timeout has passed", frozenset())
+        self._abandon("the drain timeout has passed", frozenset(), ErrorCode.DRAINING)
         self._idle_step()
 
     def _idle_step(self) -> None:
@@ -324,12 +324,12 @@ class Worker(Process):
             end.close(f"{self} exits")
         self.world.worker_exited(self, why)
 
-    def _abandon(self, reason: str, keep: Collection[SequenceId]) -> None:
+    def _abandon(self, reason: str, keep: Collection[SequenceId], code: ErrorCode = ErrorCode.ABANDONED) -> None:
         for sequence in self.tier.scheduler.sequence_ids():
             if sequence not in keep:
-                code = ErrorCode.WORKER_LOST if self.tier.receiving(sequence) else ErrorCode.ABANDONED
+                lost = self.tier.receiving(sequence)
                 self.tier.end(sequence, reason)
-                self.report_ended(sequence, code, f"ended by the worker: {reason}")
+                self.report_ended(sequence, ErrorCode.WORKER_LOST if lost else code, f"ended by the worker: {reason}")
         self.wake()
 
     # The session.

@@ -256,14 +256,14 @@ class WorkerLoop:
     def _adapters_in_use(self) -> set[str]:
         return {sequence.request.adapter for sequence in self._tier.scheduler.sequences.values()}
 
-    def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
+    def abandon(self, reason: str, keep: Collection[SequenceId] = (), code: ErrorCode = ErrorCode.ABANDONED) -> None:
         sequences = [s for s in self._tier.scheduler.sequence_ids() if s not in keep]
         if sequences:
             log.warning("ending %d sequences: %s", len(sequences), reason)
         for sequence in sequences:
-            code = ErrorCode.WORKER_LOST if self._tier.receiving(sequence) else ErrorCode.ABANDONED
+            lost = self._tier.receiving(sequence)  # to its prefill worker, which parks its KV
             self._tier.end(sequence, reason)
-            self.report_ended(sequence, code, f"ended by the worker: {reason}")
+            self.report_ended(sequence, ErrorCode.WORKER_LOST if lost else code, f"ended by the worker: {reason}")
         self.wake()
 
     # The loops.
@@ -331,7 +331,8 @@ class WorkerLoop:
         log.info("draining: %d sequences", len(self._tier.scheduler.sequence_ids()))
         while self._tier.scheduler.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
-        self.abandon("the drain timeout has passed")  # the coordinator reschedules the sequences it still tracks
+        # The coordinator reschedules the sequences it still tracks; nothing has failed.
+        self.abandon("the drain timeout has passed", code=ErrorCode.DRAINING)
         if self.next_role is None:
             self._ends = True
         else:

@@ -279,13 +279,14 @@ async def test_a_drain_waits_for_running_sequences_and_ends_without_error(runnin
     assert not running.tier.ended
 
 
-async def test_a_drain_abandons_sequences_after_its_timeout(running: Running) -> None:
+async def test_a_drain_gives_sequences_back_after_its_timeout_as_draining(running: Running) -> None:
+    """Not as abandoned, which is a failure of the worker and counts against the retry budget."""
     running.tier.here.add(R)
     running.main_loop.command(Drain(0.1))
     assert await running.outcome() is None
     assert running.tier.ended == [(R, "the drain timeout has passed")]
     (ended_event,) = [e for sent in running.sent for e in sent.ended]
-    assert (ended_event.sequence, ended_event.code) == (R, "abandoned")
+    assert (ended_event.sequence, ended_event.code) == (R, "draining")
 
 
 async def test_a_drained_worker_takes_no_other_role_since_kv_may_still_arrive(
