@@ -82,10 +82,15 @@ def _invalid(reason: str) -> InvalidRequest:
 
 def load_adapter(engine: Engine, source: AdapterSource, max_rank: int) -> None:
     """Loads an adapter at this rank. Raises BatonError with one line if it cannot."""
-    config, weights = read_adapter_files(source.path)
-    if adapter_digest(config, weights) != source.digest:
-        raise _invalid(f"{source.path}: other files than the coordinator has read there")
-    engine.load(source.digest, config, weights, max_rank)
+    try:
+        config, weights = read_adapter_files(source.path)
+        if adapter_digest(config, weights) != source.digest:
+            raise _invalid(f"{source.path}: other files than the coordinator has read there")
+        engine.load(source.digest, config, weights, max_rank)
+    except (MemoryError, RuntimeError) as error:  # torch has no class of its own for a host without memory
+        log.exception("adapter %s", source.path)
+        reason = str(error).split("\n")[0] or "out of memory"
+        raise Unavailable(f"{source.path}: {reason[:200]}") from None
 
 
 class RankAdapters:

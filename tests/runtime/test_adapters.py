@@ -188,15 +188,28 @@ def test_an_adapter_is_loaded_when_every_rank_has_it(tmp_path: Path) -> None:
     assert not any(engine.loaded for engine in ranks.engines)
 
 
-def test_if_one_rank_cannot_load_it_none_keeps_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unavailable("cuda:1 has no memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory\nat ..."),
+        MemoryError(),
+    ],
+)
+def test_if_one_rank_cannot_load_it_none_keeps_it(tmp_path: Path, rank: int, error: Exception) -> None:
+    """An error that no rank expects would end its worker, and those that load the adapter next."""
     ranks, a = Ranks(2), source(tmp_path / "a")
 
     def load(*_: object) -> None:
-        raise Unavailable("cuda:1 has no memory for the adapter")
+        raise error
 
-    ranks.engines[2].load = load  # type: ignore[method-assign]
-    with pytest.raises(Unavailable, match="rank 2: cuda:1 has no memory"):
+    ranks.engines[rank].load = load  # type: ignore[method-assign]
+    with pytest.raises(Unavailable) as caught:
         ranks.leader.load(a, 64)
+    reason = str(error).split("\n")[0] or "out of memory"
+    assert reason in caught.value.message and "\n" not in caught.value.message
+    assert caught.value.message.startswith("rank 2: ") == (rank == 2)
     assert not ranks.engines[0].loaded
 
 
