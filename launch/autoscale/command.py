@@ -123,7 +123,7 @@ def autoscale_command(
     if flip and (dry_run or not limit.decode):
         raise StartupError("--flip acts on a running cluster with both roles: without --dry-run and --max-decode 0")
     if dry_run:
-        return _dry_run(policy, json_path, load)
+        return _dry_run(policy, json_path, every_s, load)
     if load["trace"] or load["rate"]:
         raise StartupError("--trace and --rate need --dry-run")
     if wrong := host_port_error(listen):
@@ -185,7 +185,7 @@ def _flip(policy: Policy, url: str, every_s: float, *control: str) -> int:
     return 0
 
 
-def _dry_run(policy: Policy, json_path: str | None, load: dict[str, Any]) -> int:
+def _dry_run(policy: Policy, json_path: str | None, every_s: float, load: dict[str, Any]) -> int:
     import gc
 
     from launch.autoscale.simulate import dry_run
@@ -198,7 +198,7 @@ def _dry_run(policy: Policy, json_path: str | None, load: dict[str, Any]) -> int
     if not policy.limit.decode and any(row.output_len > 1 for row in rows):
         raise StartupError("--max-decode 0: the load generates tokens after the first one, which decode workers do")
     gc.disable()  # as in `baton simulate`
-    made = dry_run(policy, rows)
+    made = dry_run(policy, rows, every_s=every_s)
     began = rows[0].at_s
     for change in made.changes:
         click.echo(f"{change.at_s - began:8.0f} s  {change.decision}")

@@ -326,6 +326,21 @@ def test_a_dry_run_prints_each_decision_with_its_numbers(tmp_path: Path) -> None
     assert json.loads(written.read_text())["changes"][0]["decision"]["size"]["prefill"] >= 2
 
 
+def test_a_dry_run_decides_as_often_as_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def run(*_: object, every_s: float = 0.0) -> None:
+        asked.append(every_s)
+        raise StartupError("enough")
+
+    monkeypatch.setattr("launch.autoscale.simulate.dry_run", run)
+    words = ["--dry-run", "--calibration", _calibration(tmp_path), "--slo", "ttft=1", *LOAD]
+    for more in ([], ["--every-s", "30"]):
+        with pytest.raises(StartupError, match="enough"):
+            CliRunner().invoke(autoscale_command, [*words, *more], catch_exceptions=False, standalone_mode=False)
+    assert asked == [1.0, 30.0]
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
