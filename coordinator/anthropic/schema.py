@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-import xxhash
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -265,14 +264,14 @@ def _messages_of(turn: InputMessage) -> Iterator[ChatMessage]:
     blocks = turn.content
     text = joined([block for block in blocks if isinstance(block, Passage)])
     if turn.role == "assistant":
-        calls = [template_call(_short_id(b.id), b.name, b.input) for b in blocks if isinstance(b, ToolUseBlock)]
+        calls = [template_call(b.id, b.name, b.input) for b in blocks if isinstance(b, ToolUseBlock)]
         reasoning = joined([block for block in blocks if isinstance(block, ThinkingBlock)])
         if text or calls:
             yield ChatMessage("assistant", text, tool_calls=tuple(calls), reasoning=reasoning)
         return
     for block in blocks:
         if isinstance(block, ToolResultBlock):
-            yield ChatMessage("tool", block.text, tool_call_id=_short_id(block.tool_use_id))
+            yield ChatMessage("tool", block.text, tool_call_id=block.tool_use_id)
     if text and turn.role == "system":
         text = f"<system-reminder>\n{text}\n</system-reminder>"
     if text:
@@ -283,9 +282,3 @@ def _merged(first: ChatMessage, then: ChatMessage) -> ChatMessage:
     content = "\n".join(filter(None, (first.content, then.content)))
     reasoning = "\n".join(filter(None, (first.reasoning, then.reasoning)))
     return replace(first, content=content, tool_calls=first.tool_calls + then.tool_calls, reasoning=reasoning)
-
-
-def _short_id(name: str) -> str:
-    """Returns nine letters and digits for the id of a call, whatever server made it: Mistral's templates accept no
-    other id."""
-    return xxhash.xxh3_64_hexdigest(name.encode())[:9]

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
+import xxhash
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
@@ -82,11 +83,13 @@ RESERVED_VARIABLES = frozenset(["add_generation_prompt", "documents", "messages"
 @dataclass(frozen=True, slots=True)
 class _Traits:
     """What a template does with messages, found by rendering some. `parts` are the roles whose content it reads only as
-    a list of parts; `system`: it takes system messages; `text_arguments`: it takes the arguments of a call as text."""
+    a list of parts; `system`: it takes system messages; `text_arguments`: it takes the arguments of a call as text;
+    `short_ids`: it refuses ids of calls unless they are nine letters and digits, as Mistral's do."""
 
     parts: frozenset[str]
     system: bool
     text_arguments: bool
+    short_ids: bool
 
 
 _PROBE = "Probe7"
@@ -173,10 +176,14 @@ class ChatEncoder:
                 shown.add(role)
             else:
                 parts.discard(role)
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": _PROBE}}
-        calling = {"role": "assistant", "content": content("assistant", ""), "tool_calls": [call]}
-        text_arguments = self._shows([{"role": "user", "content": content("user", "Hi")}, calling])
-        return _Traits(frozenset(parts), "system" in shown, text_arguments)
+
+        def calls(call_id: str, name: str, arguments: Any) -> bool:
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            calling = {"role": "assistant", "content": content("assistant", ""), "tool_calls": [call]}
+            return self._shows([{"role": "user", "content": content("user", "Hi")}, calling])
+
+        short_ids = calls("abcdefghi", _PROBE, {}) and not calls("call_abcdefghijk", _PROBE, {})
+        return _Traits(frozenset(parts), "system" in shown, calls("abcdefghi", "f", _PROBE), short_ids)
 
     def _shows(self, messages: list[dict[str, Any]]) -> bool:
         try:
@@ -192,7 +199,10 @@ class ChatEncoder:
 def _template_value(message: ChatMessage, traits: _Traits) -> dict[str, Any]:
     """Returns a message under the names that templates use."""
     value: dict[str, Any] = {"content": message.content}
-    value |= {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
+    if message.name is not None:
+        value["name"] = message.name
+    if message.tool_call_id is not None:
+        value["tool_call_id"] = _short_id(message.tool_call_id) if traits.short_ids else message.tool_call_id
     if message.tool_calls:
         value["tool_calls"] = [_template_call(call, traits) for call in message.tool_calls]
     if message.reasoning:
@@ -204,10 +214,20 @@ def _template_value(message: ChatMessage, traits: _Traits) -> dict[str, Any]:
 
 def _template_call(call: Mapping[str, Any], traits: _Traits) -> Mapping[str, Any]:
     """Returns a call; arguments that are not an object become one for a template that does not take text."""
+    if traits.short_ids:
+        call = {**call, "id": _short_id(call["id"])}
     function = call["function"]
     if traits.text_arguments or not isinstance(function["arguments"], str):
         return call
     return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+
+
+def _short_id(name: str) -> str:
+    """Returns nine letters and digits for the id of a call, whatever server made it."""
+    return name if _SHORT_ID.fullmatch(name) else xxhash.xxh3_64_hexdigest(name.encode())[:9]
+
+
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0) -> Any:

@@ -167,7 +167,7 @@ class TextModel:
             ContextLengthExceeded, Unavailable: as `encode_async`.
         """
         size = sum(_utf8_length(message.content) for message in messages)
-        size += sum(_utf8_length(message.reasoning) for message in messages)
+        size += sum(_utf8_length(message.reasoning) + _utf8_length(message.tool_call_id or "") for message in messages)
         size += await _text_bytes([message.tool_calls for message in messages if message.tool_calls])
         self._check_bytes(size, param="messages")
         for param, given in (("tools", how.tools), ("chat_template_kwargs", how.variables)):

@@ -19,6 +19,7 @@ from coordinator.text.model import TextModel
 from coordinator.text.template import ChatTemplate, Renderer
 from tests.support import tokenizers_kit as kit
 from tests.support.model_dirs import CHATML, text_dir
+from tests.support.tool_templates import MISTRAL
 
 LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
@@ -352,6 +353,25 @@ def test_a_call_whose_arguments_are_no_object_never_fails_a_template() -> None:
     assert 'f(arguments={"x ) g(y=1 )' in encoder(CALLS).render(messages)
     as_json = CALLS.replace(ITEMS, "{{ call.function.arguments }}")
     assert 'f({"x)' in encoder(as_json).render(messages)
+
+
+def test_ids_of_calls_are_short_for_a_template_that_refuses_others() -> None:
+    """Whatever API or server they are of. Any other template gets them as they are."""
+    ids = ["call_req-1_0", "abcdefghi", "functions.f:0"]
+    messages = [
+        ChatMessage("user", "Hi"),
+        ChatMessage("assistant", "", tool_calls=tuple(template_call(each, "f", {"x": 1}) for each in ids)),
+        *(ChatMessage("tool", "ok", tool_call_id=each) for each in ids),
+    ]
+    shown = encoder(MISTRAL.replace("{{ message.content }}[/TOOL", "{{ message.tool_call_id }}[/TOOL")).render(messages)
+    called = re.findall(r'"id": "(.*?)"', shown)
+    assert (
+        re.findall(r"\[TOOL_RESULTS](.*?)\[/", shown) == called and len(set(called)) == 3 and called[1] == "abcdefghi"
+    )
+    as_given = encoder("{% for m in messages %}{{ m.tool_calls }}{{ m.tool_call_id }}{% endfor %}{{ tools }}").render(
+        messages
+    )
+    assert all(as_given.count(each) == 2 for each in ids)
 
 
 QWEN3 = """{% for message in messages %}{% if message.reasoning_content is string %}

@@ -274,7 +274,7 @@ def test_blocks_become_chat_messages() -> None:
     assert assistant.content == "d"
     assert [each["function"]["arguments"] for each in assistant.tool_calls] == [{"city": "Rome"}, {"city": "Rome"}]
     ids = [each["id"] for each in assistant.tool_calls]
-    assert [first.tool_call_id, second.tool_call_id] == ids and all(len(i) == 9 and i.isalnum() for i in ids)
+    assert [first.tool_call_id, second.tool_call_id] == ids == ["toolu_01ABC", "other"]
     assert (first.content, second.content, third.content) == ("18\nC", "Error: no", "")
     assert last == ChatMessage("user", "look")
 

@@ -35,7 +35,9 @@ MISTRAL = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | list | tojson }}[/AVAILA
 {%- for message in messages %}{% if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}
 {%- if call.id | length != 9 %}{{ raise_exception('tool call ids have 9 characters') }}{% endif %}
 {{- {"name": call.function.name, "arguments": call.function.arguments, "id": call.id} | tojson }}{% endfor %}]</s>
-{%- elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{ raise_exception('tool call ids have 9 characters') }}{% endif %}
+{{- '[TOOL_RESULTS]' }}{{ message.content }}[/TOOL_RESULTS]
 {%- elif message.role == 'user' %}[INST]{{ message.content }}[/INST]{% else %}{{ message.content }}</s>{% endif %}
 {%- endfor %}"""
 HARMONY = """{%- if tools %}<|start|>developer<|message|># Tools
