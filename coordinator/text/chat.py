@@ -25,6 +25,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -84,15 +85,18 @@ RESERVED_VARIABLES = frozenset(["add_generation_prompt", "documents", "messages"
 class _Traits:
     """What a template does with messages, found by rendering some. `parts` are the roles whose content it reads only as
     a list of parts; `system`: it takes system messages; `text_arguments`: it takes the arguments of a call as text;
-    `short_ids`: it refuses ids of calls unless they are nine letters and digits, as Mistral's do."""
+    `short_ids`: it refuses ids of calls unless they are nine letters and digits, as Mistral's do; `one_call`: it shows
+    only the first of several calls in a message (gpt-oss), or refuses them (Llama 3.1)."""
 
     parts: frozenset[str]
     system: bool
     text_arguments: bool
     short_ids: bool
+    one_call: bool
 
 
 _PROBE = "Probe7"
+_NO_ARGUMENTS: dict[str, Any] = {}
 
 
 class ChatEncoder:
@@ -126,6 +130,8 @@ class ChatEncoder:
         tools = how.tools
         if not self.has_tools:
             messages, tools = as_plain_messages(messages, tools, system=traits.system), ()
+        elif traits.one_call:
+            messages = _with_one_call_each(messages)
         values: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             role = "system" if message.role == "developer" and self._maps_developer else message.role
@@ -177,13 +183,22 @@ class ChatEncoder:
             else:
                 parts.discard(role)
 
-        def calls(call_id: str, name: str, arguments: Any) -> bool:
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            calling = {"role": "assistant", "content": content("assistant", ""), "tool_calls": [call]}
+        def calls(*names: str, call_id: str = "abcdefghi", arguments: Any = _NO_ARGUMENTS) -> bool:
+            made = [
+                {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for name in names
+            ]
+            calling = {"role": "assistant", "content": content("assistant", ""), "tool_calls": made}
             return self._shows([{"role": "user", "content": content("user", "Hi")}, calling])
 
-        short_ids = calls("abcdefghi", _PROBE, {}) and not calls("call_abcdefghijk", _PROBE, {})
-        return _Traits(frozenset(parts), "system" in shown, calls("abcdefghi", "f", _PROBE), short_ids)
+        one = calls(_PROBE)
+        return _Traits(
+            frozenset(parts),
+            "system" in shown,
+            text_arguments=calls("f", arguments=_PROBE),
+            short_ids=one and not calls(_PROBE, call_id="call_abcdefghijk"),
+            one_call=one and not calls("f", _PROBE),
+        )
 
     def _shows(self, messages: list[dict[str, Any]]) -> bool:
         try:
@@ -194,6 +209,27 @@ class ChatEncoder:
     def encode_rendered(self, guarded: str) -> list[int]:
         """Returns the ids of a text that `render` made with `guard`. Blocks: call it from a thread."""
         return self._controls.encode(guarded)
+
+
+def _with_one_call_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Returns a conversation in which calls of the same message follow each other, each with its result behind it."""
+    made: list[ChatMessage] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if len(message.tool_calls) < 2:
+            made.append(message)
+            continue
+        results = list(takewhile(lambda each: each.role == "tool", messages[at:]))
+        at += len(results)
+        for number, call in enumerate(message.tool_calls):
+            caller = message if number == 0 else ChatMessage("assistant", "")
+            made.append(replace(caller, tool_calls=(call,)))
+            own = next((n for n, each in enumerate(results) if each.tool_call_id == call["id"]), None)
+            if own is not None:
+                made.append(results.pop(own))
+        made += results
+    return made
 
 
 def _template_value(message: ChatMessage, traits: _Traits) -> dict[str, Any]:

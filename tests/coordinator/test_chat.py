@@ -374,6 +374,23 @@ def test_ids_of_calls_are_short_for_a_template_that_refuses_others() -> None:
     assert all(as_given.count(each) == 2 for each in ids)
 
 
+SINGLE = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in (m.tool_calls or [])[:1] %}"
+SINGLE += "{{ call.function.name }}{% endfor %};{% endfor %}{{ tools }}"
+REFUSING = "{% for m in messages if m.tool_calls | length > 1 %}{{ raise_exception('single calls') }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [SINGLE, REFUSING + SINGLE], ids=["first_only", "refusing"])
+def test_calls_of_one_message_follow_each_other_in_a_template_of_single_calls(template: str) -> None:
+    calls = tuple(template_call(each, each.upper(), {}) for each in "abc")
+    messages = [ChatMessage("user", "Hi"), ChatMessage("assistant", "Two", tool_calls=calls, reasoning="Hm")]
+    messages += [ChatMessage("tool", f"to {each}", tool_call_id=each) for each in "bxa"]
+    messages.append(ChatMessage("user", "And?"))
+    shown = encoder(template).render(messages)
+    assert shown == ("user:Hi;assistant:TwoA;tool:to a;assistant:B;tool:to b;assistant:C;tool:to x;user:And?;None")
+    several = SINGLE.replace("[:1]", "")
+    assert "assistant:TwoABC;tool:to b;tool:to x;" in encoder(several).render(messages)
+
+
 QWEN3 = """{% for message in messages %}{% if message.reasoning_content is string %}
 {{- '<think>' + message.reasoning_content + '</think>' }}{% endif %}{{ message.content }}{% endfor %}"""
 
