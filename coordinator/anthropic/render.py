@@ -47,7 +47,6 @@ class MessagesRender:
 
     def __init__(self, head: Head, body: MessagesBody, max_tokens: int) -> None:
         self._head, self._body, self._max_tokens = head, body, max_tokens
-        self._one_call = not body.tooling().parallel
         self._content: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._pieces: list[str] = []
@@ -98,11 +97,9 @@ class MessagesRender:
                 case Reasoning(text):
                     events += self._need({"type": "thinking", "thinking": "", "signature": ""}) + self._add(text)
                 case CallBegun(index, name):
-                    events += self._close()
-                    if index == 0 or not self._one_call:
-                        call = {"type": "tool_use", "id": self._call_id(index), "name": name, "input": {}}
-                        events += self._begin(call)
-                case Arguments(_, text) if self._open is not None and self._open["type"] == "tool_use":
+                    call = {"type": "tool_use", "id": self._call_id(index), "name": name, "input": {}}
+                    events += self._close() + self._begin(call)
+                case Arguments(_, text):
                     events += self._add(text)
         return events
 

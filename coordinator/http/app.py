@@ -332,6 +332,7 @@ class _Front:
             tools.functions,
             thinks=free and text.thinks,
             thinking=free and (text.prompt_ends_in_reasoning(submission.prompt) or _continues_reasoning(messages, how)),
+            one_call=not tools.parallel,
         )
         if new_parser() is not None:
             shown = submission.shown_token_ids.union(text.vocabulary.special_ids.intersection(text.marker_ids.values()))

@@ -58,9 +58,10 @@ def json_value(text: str) -> Any:
 class Parser:
     """Parses the text of one choice piece by piece; this base class finds only text. State: text that is not parsed
     yet, events to return, the number of the last call, and `_state`, which parses one piece and returns False when it
-    needs more text."""
+    needs more text. With `one_call` all calls but the first are left out."""
 
     def __init__(self) -> None:
+        self.one_call = False
         self._pending = ""
         self._events: list[Event] = []
         self._index = -1
@@ -101,10 +102,11 @@ class Parser:
 
     def _begin_call(self, name: str) -> None:
         self._index += 1
-        self._events.append(CallBegun(self._index, name))
+        if self._index == 0 or not self.one_call:
+            self._events.append(CallBegun(self._index, name))
 
     def _emit_arguments(self, text: str) -> None:
-        if text:
+        if text and (self._index == 0 or not self.one_call):
             self._events.append(Arguments(self._index, text))
 
     def _go(self, state: Callable[[], bool]) -> bool:

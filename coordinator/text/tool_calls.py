@@ -67,9 +67,12 @@ def detect_format(template: str) -> str | None:
     return None
 
 
-def make_parser(form: str | None, functions: Functions, *, thinks: bool, thinking: bool = False) -> Parser | None:
+def make_parser(
+    form: str | None, functions: Functions, *, thinks: bool, thinking: bool = False, one_call: bool = False
+) -> Parser | None:
     """Returns a parser of calls in this form, if there are functions to call, and of reasoning, if the model `thinks`;
-    `thinking`: the prompt ends within its reasoning. None if there is nothing to parse."""
+    `thinking`: the prompt ends within its reasoning; `one_call`: only the first call is returned. None if there is
+    nothing to parse."""
     parser: Parser | None = None
     match form if functions else None:
         case "hermes":
@@ -85,7 +88,11 @@ def make_parser(form: str | None, functions: Functions, *, thinks: bool, thinkin
         case "deepseek_v3" | "deepseek_v31":
             parser = DeepSeekParser()
     if form == "harmony":
-        return HarmonyParser(calls=bool(functions)) if thinks or functions else None
+        parser = HarmonyParser(calls=bool(functions)) if thinks or functions else None
+    if parser is not None:
+        parser.one_call = one_call
+    if form == "harmony":
+        return parser
     return ThinkParser(parser, thinking) if thinks else parser
 
 

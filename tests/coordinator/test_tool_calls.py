@@ -23,10 +23,12 @@ ONE_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 Found = tuple[str, str, list[tuple[str, str]]]
 
 
-def parse(form: str | None, pieces: Iterable[str], *, thinks: bool = False, thinking: bool = False) -> Found:
+def parse(
+    form: str | None, pieces: Iterable[str], *, thinks: bool = False, thinking: bool = False, one_call: bool = False
+) -> Found:
     """Returns content, reasoning, and calls with their arguments as text. Checks the order of events: a call begins
     before its arguments, and the next call begins after them."""
-    parser = make_parser(form, FUNCTIONS, thinks=thinks, thinking=thinking)
+    parser = make_parser(form, FUNCTIONS, thinks=thinks, thinking=thinking, one_call=one_call)
     assert parser is not None
     events: list[Event] = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[tuple[str, str]] = []
@@ -51,6 +53,16 @@ def test_texts_of_each_model_family_parse_the_same_when_split_anywhere(form: str
         cuts = random.Random(row.text).sample(range(len(row.text)), min(most_cuts, len(row.text)))
         for cut in cuts:
             assert parse(form, [row.text[:cut], row.text[cut:]]) == whole, (row.text, cut)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_only_the_first_call_is_returned_if_calls_are_not_parallel(form: str) -> None:
+    several = [row for row in tool_call_texts(form, 20) if len(row.calls) > 1]
+    for row in several:
+        content, reasoning, calls = parse(form, row.text, thinks=True, one_call=True)
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == [row.calls[0]], row.text
+        assert (content.strip(), reasoning) == (row.content.strip(), row.reasoning)
+    assert several
 
 
 def check(row: ToolCallText, found: Found) -> None:

@@ -137,6 +137,16 @@ async def test_tool_call_ids_are_unique_across_requests_with_the_same_id(
     assert len({answer["choices"][0]["message"]["tool_calls"][0]["id"] for answer in answers}) == 2
 
 
+async def test_calls_after_the_first_are_left_out_if_they_are_not_parallel(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = reply(*TWO)
+    message = (await whole(client, parallel_tool_calls=False))["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather"]
+    found, finish = await streamed(client, parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in found["tool_calls"]] == ["get_weather"] and finish == "tool_calls"
+
+
 async def test_call_alone_has_no_content_and_a_truncated_call_ends_with_length(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:

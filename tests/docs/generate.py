@@ -140,7 +140,7 @@ MEANINGS = {
     " [operations](operations.md#where-the-time-of-a-request-went)",
     "tools": "up to 128 functions that the model may call: see [tools](#tools)",
     "tool_choice": "`none`, `auto`, `required`, or a function by name",
-    "parallel_tool_calls": "`false`: a forced answer has one call",
+    "parallel_tool_calls": "`false`: an answer has one call; further ones are left out",
     "include_stop_str_in_output": "`true`: a text that a stop string ends, ends with it",
     "skip_special_tokens": "`false`: special tokens are in the text, but for the one that ends it",
     "truncate_prompt_tokens": "so many tokens of the prompt are taken, the last ones",
