@@ -8,6 +8,7 @@ A `ping` follows the start of the first block, as in Anthropic's streams.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -188,6 +189,7 @@ def input_of(arguments: str) -> dict[str, Any]:
     Anything else that a model wrote is in the field `arguments`, for the client's own check of the input to report."""
     try:
         value = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
+        json.dumps(value, allow_nan=False)  # it reads 1e400 as an infinity all the same
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}

@@ -237,6 +237,7 @@ async def test_output_format_sets_the_grammar(client: httpx.AsyncClient, generat
         ('{"a": 1, "b": [1, {"c": "x', {"a": 1, "b": [1, {}]}),
         ("[1]", {"arguments": "[1]"}),
         ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
+        ('{"a": 1e400}', {"arguments": '{"a": 1e400}'}),
         ("{'a': 1}", {"arguments": "{'a': 1}"}),
     ],
 )
