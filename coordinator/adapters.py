@@ -81,11 +81,12 @@ def _naming(adapter: str) -> Iterator[None]:
         raise StartupError(f"--lora {adapter[:100]}: {error.message}") from None
 
 
-async def load_adapter(cluster: Cluster, name: str, path: str, *, replace: bool) -> None:
-    """Loads an adapter at all workers while they serve. Raises BatonError."""
+async def load_adapter(cluster: Cluster, name: str, path: str, *, replace: bool, decode: bool) -> None:
+    """Loads an adapter at all workers while they serve; `decode`: whether decode workers are needed. Raises
+    BatonError."""
     if cluster.own_model is None:
         raise Unavailable("the coordinator has no model to compare adapters with")
     config = cluster.own_model.config
     cluster.adapters.check_name(name, replace=replace)
     adapter = await asyncio.to_thread(read_adapter, name, path, config, cluster.adapters.max_rank)
-    await cluster.load_adapter(adapter, replace=replace)
+    await cluster.load_adapter(adapter, replace=replace, decode=decode)

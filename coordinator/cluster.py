@@ -137,13 +137,14 @@ class Cluster:
             self._notify.pop(choice.name, None)
         self.requests.forget(choice)
 
-    async def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> None:
-        """Returns when every ready worker has the adapter, whose name clients may choose from then on.
+    async def load_adapter(self, adapter: Adapter, *, replace: bool = False, decode: bool = True) -> None:
+        """Returns when every ready worker has the adapter, whose name clients may choose from then on. Without `decode`
+        no decode worker is needed.
 
         Raises:
             BatonError: its name is taken, or a worker cannot load it, with that worker's reason; then none keeps it.
         """
-        if (role := self.requests.dispatcher.missing_role()) is not None:
+        if (role := self.requests.dispatcher.missing_role(decode=decode)) is not None:
             raise Unavailable(f"no {role} worker is ready", code=NO_WORKER[role], retry_after_s=2)
         self.adapters.load(adapter, replace=replace)
         digest, deadline, added = adapter.source.digest, time.monotonic() + LOAD_ADAPTER_S, False

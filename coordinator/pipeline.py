@@ -223,7 +223,7 @@ class Pipeline:
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> None:
         """Loads an adapter at all workers. Raises BatonError."""
-        await load_adapter(self._cluster, name, path, replace=replace)
+        await load_adapter(self._cluster, name, path, replace=replace, decode=self._generates)
 
     def unload_adapter(self, name: str) -> None:
         """Removes the name of an adapter; running requests finish with it. Raises NotFound."""

@@ -17,15 +17,19 @@ from baton.core.model_config import parse_model_config
 from coordinator.adapters import add_adapters, read_adapter
 from coordinator.cluster import Cluster
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.pipeline import Pipeline
 from coordinator.policy.adapters import Adapter
+from coordinator.policy.joining import OwnModel
 from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text.model import TextModel
+from coordinator.text.stream import Vocabulary
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import Shape, make_checkpoint, make_config
 from tests.support.fake_generator import FakeGenerator
 from tests.support.fake_workers import FakeWorker, bench
 from tests.support.grpc_kit import Client
 from tests.support.nodes import until
+from tests.support.tokenizers_kit import byte_level
 
 CONFIG = parse_model_config(make_config("llama", Shape()))
 
@@ -141,6 +145,18 @@ async def test_without_workers_no_adapter_is_loaded() -> None:
     async with bench("p0") as b:
         with pytest.raises(Unavailable, match="no decode worker is ready"):
             await b.cluster.load_adapter(adapter("a"))
+
+
+async def test_a_model_that_only_pools_loads_adapters_without_decode_workers(model_dir: Path, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a", model_dir)
+    async with bench("p0") as b:
+        b.cluster.own_model = OwnModel(str(model_dir), "", CONFIG)
+        pipeline = Pipeline(b.cluster, Vocabulary(byte_level()), generates=False)
+        task = asyncio.create_task(pipeline.load_adapter("a", str(path), replace=False))
+        await until(lambda: task.done() or required(b.workers[0]), what="the worker to load it")
+        report(b.workers[0], *required(b.workers[0]))
+        await asyncio.wait_for(task, 10)
+        assert [each.name for each in pipeline.adapters] == ["a"]
 
 
 async def test_running_requests_finish_with_an_adapter_that_is_unloaded() -> None:
