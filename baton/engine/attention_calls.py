@@ -18,6 +18,7 @@ from torch import Tensor
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES, LayerKV
 from baton.engine.attention import Reach
+from baton.engine.device_stream import to_device
 
 MaskFunction = Callable[..., Tensor]
 """Of (batch indexes, head, query positions, key positions), broadcast: whether a query attends to a key."""
@@ -27,6 +28,7 @@ WITHOUT_EFFECT = {
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
 """Arguments of attention that say nothing about its result, or that other parts of the call say, too."""
+CPU = torch.device("cpu")
 _MASKED_QUERIES, _MASKED_POSITIONS = (
     24,
     160,
@@ -58,10 +60,10 @@ class Recorded:
 
 
 class Recorder:
-    """Observes one forward pass over `num_tokens` tokens of a model for up to `longest` positions."""
+    """Observes one forward pass over `num_tokens` tokens of a model for up to `longest` positions, on `device`."""
 
-    def __init__(self, num_tokens: int, longest: int) -> None:
-        self._num_tokens, self._longest = num_tokens, longest
+    def __init__(self, num_tokens: int, longest: int, device: torch.device) -> None:
+        self._num_tokens, self._longest, self._device = num_tokens, longest, device
         self._stored: list[tuple[Tensor, Tensor]] = []  # kept: tensors are compared by identity
         self._layers: list[int] = []
         self._calls: list[AttentionCall] = []
@@ -155,7 +157,7 @@ class Recorder:
                 reaches.append(Reach(window or 0))
                 continue
             if id(mask) not in by_mask:
-                by_mask[id(mask)] = reach_of(mask, self._longest)
+                by_mask[id(mask)] = reach_of(mask, self._longest, self._device)
             reach = by_mask[id(mask)]
             if window and reach not in (None, Reach(window), Reach()):
                 raise StartupError(f"attends with a window of {window} and a mask of {reach}")
@@ -166,14 +168,16 @@ class Recorder:
 _KNOWN = {"scaling", "softcap", "sliding_window", "s_aux"}
 
 
-def reach_of(mask: MaskFunction, longest: int) -> Reach | None:
-    """Returns which positions below `longest` queries attend to, by evaluating the mask; None if that is impossible on
-    fake tensors. Raises StartupError for a pattern that is neither causal, nor sliding, nor chunked."""
+def reach_of(mask: MaskFunction, longest: int, device: torch.device = CPU) -> Reach | None:
+    """Returns which positions below `longest` queries attend to, by evaluating the mask on `device`, where it may have
+    tensors of its own (Llama 4's have the padding); None if that is impossible on fake tensors. Raises StartupError for
+    a pattern that is neither causal, nor sliding, nor chunked."""
     every = torch.arange(longest)
 
     def seen(queries: list[int], keys: Tensor) -> Tensor:
-        result = mask(torch.zeros(1, dtype=torch.int64), 0, torch.tensor(queries)[:, None], keys[None])
-        return result.expand(len(queries), len(keys))
+        parts = torch.zeros(1, dtype=torch.int64), torch.tensor(queries)[:, None], keys[None]
+        rows, at, to = (to_device(part, device) for part in parts)
+        return mask(rows, 0, at, to).cpu().expand(len(queries), len(keys))
 
     def first(query: int) -> int:
         return int(seen([query], every).int().argmax())

@@ -332,8 +332,8 @@ def record(model: Any, longest: int) -> Recorded:
 
 
 def _observe(model: Any, longest: int) -> Recorder:
-    recorder = Recorder(_RECORDED_TOKENS, longest)
     device = next(model.parameters()).device
+    recorder = Recorder(_RECORDED_TOKENS, longest, device)
     positions = torch.arange(_RECORDED_TOKENS, device=device)
     sampled = torch.tensor([1, 4], device=device)
     with torch.no_grad():

@@ -24,6 +24,7 @@ from baton.engine.kernels.build import processor_levels
 from baton.engine.memory import unread_sizes
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.marked_device import CPU, MarkedDevice
 from tests.support.transformers_models import SERVED, generated, make_transformers_checkpoint
 
 QUICK = (
@@ -292,6 +293,13 @@ def test_two_models_of_this_path_keep_their_states_apart(gemma2: Path, tmp_path:
 )
 def test_reach_of_a_mask(mask: Any, reach: Reach) -> None:
     assert reach_of(mask, 300) == reach
+
+
+def test_a_mask_is_evaluated_on_the_device_of_its_own_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MarkedDevice(monkeypatch):
+        padding = torch.zeros(1, dtype=torch.int64, device=CPU)
+        chunks = lambda b, h, q, k: ((k - padding[b]) // 50 == (q - padding[b]) // 50) & (k <= q)  # noqa: E731
+        assert reach_of(chunks, 300, CPU) == Reach(chunk=50)
 
 
 @pytest.mark.parametrize(

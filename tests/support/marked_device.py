@@ -32,7 +32,7 @@ _READS = {"tolist", "item", "cpu", "numpy", "equal", "allclose", "is_nonzero", "
 _READS |= {"__bool__", "__int__", "__float__", "__index__"}
 _COUNTS = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave"}
 _UPLOADS = {"tensor", "as_tensor", "asarray", "from_numpy"}
-_COPYING = ("batch", "draft_tokens_device", "launches", "processors")
+_COPYING = ("attention_calls", "batch", "draft_tokens_device", "launches", "processors")
 
 
 class OnDevice(Tensor):
