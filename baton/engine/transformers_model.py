@@ -234,7 +234,9 @@ class TransformersModel:
         `exact` they compute every product; raises StartupError for one that they do not know."""
         self._model, self._vocab_size, self._group = model, vocab_size, group
         self.bytes_read = parameter_bytes(model, mxfp4)
-        self.recorded = record(model, longest)
+        with _bodies(model) as bodies:
+            self.recorded = record(model, longest)
+        self._body = bodies[-1] if bodies else model.base_model
         self.steps = 0  # computed over pages
         self.by_kernels: KernelModules | None = None
         if kernels is not None:
@@ -266,7 +268,7 @@ class TransformersModel:
     def forward_pooled(self, batch: Batch, kv: KVPool, attention: AnyAttention) -> tuple[Tensor, Tensor]:
         """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
         states: list[Tensor] = []
-        hook = self._model.base_model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state))
+        hook = self._body.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state))
         try:
             logits = self.forward(batch, kv, attention)
         finally:
@@ -329,6 +331,24 @@ def record(model: Any, longest: int) -> Recorded:
     """Runs a few tokens through a model and returns what it asks for. Raises StartupError for what a paged cache cannot
     give."""
     return _observe(model, longest).finish(model.config.get_text_config().num_hidden_layers)
+
+
+@contextmanager
+def _bodies(model: Any) -> Iterator[list[Any]]:
+    """Yields the modules below a model that return final hidden states meanwhile, the outermost last. `base_model` need
+    not be one: it is the whole model for Llama 4, and for OPT and Whisper a module that is never called."""
+    bodies: list[Any] = []
+
+    def hook(module: Any, _: Any, output: Any) -> None:
+        if hasattr(output, "last_hidden_state"):
+            bodies.append(module)
+
+    handles = [module.register_forward_hook(hook) for module in model.modules() if module is not model]
+    try:
+        yield bodies
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _observe(model: Any, longest: int) -> Recorder:

@@ -316,14 +316,17 @@ def test_other_masks_are_refused(mask: Any) -> None:
         reach_of(mask, 300)
 
 
-def test_final_hidden_states_are_those_of_transformers(gemma2: Path) -> None:
+@pytest.mark.parametrize("kind", ["gemma2", "llama4_text", "opt"])
+def test_final_hidden_states_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModel
 
-    runner = tiny_runner(gemma2, block_size=4)
+    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    runner = tiny_runner(path, block_size=4)
     tokens = tuple(random_tokens(20))
-    blocks = (3, 1, 4, 0, 5, 9, 2, 6, 8, 7)  # of each layer without a window, and of each with one
+    count = runner.layout.blocks_for(len(tokens))
+    blocks = tuple(7 * index % count for index in range(count))
     rows = [Row(SequenceId("a"), 0, tokens, blocks, SamplingParams(), pooling="last")]
     pooled = runner.step(StepPlan(0, tuple(rows))).pooled[0]
     with torch.no_grad():
-        expected = AutoModel.from_pretrained(gemma2)(torch.tensor([tokens])).last_hidden_state[0, -1]
+        expected = AutoModel.from_pretrained(path)(torch.tensor([tokens])).last_hidden_state[0, -1]
     torch.testing.assert_close(torch.tensor(pooled, dtype=torch.float64), expected.double(), atol=1e-4, rtol=1e-4)
