@@ -34,7 +34,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from baton.core.model_config import ModelConfig, parse_model_config
 from baton.core.request import SamplingParams
 from baton.core.step import Draw
 from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan
@@ -48,6 +47,7 @@ from baton.engine.kernels.sampling import decide
 from baton.engine.kernels.symmetric_sum import SymmetricMemory, symmetric_sum
 from baton.engine.layers import Rotary
 from baton.engine.weights import Projection
+from baton.models.model_config import ModelConfig, parse_model_config
 from baton.transfer.device_kernels import add_mixed_words
 from baton.transfer.sections import SPLITMIX
 from benchmarks.kit import RESULTS, parser, report, table

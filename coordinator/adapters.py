@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError, deserialize
 
-from baton.core.adapter_config import (
+from baton.core.commands import AdapterSource
+from baton.core.errors import InvalidRequest, StartupError, Unavailable
+from baton.models.adapter_config import (
     WEIGHTS_FILE,
     adaptable,
     adapted_modules,
@@ -19,9 +21,7 @@ from baton.core.adapter_config import (
     adapter_tensors,
     check_tensors,
 )
-from baton.core.commands import AdapterSource
-from baton.core.errors import InvalidRequest, StartupError, Unavailable
-from baton.core.model_config import AnyConfig
+from baton.models.model_config import AnyConfig
 from baton.runtime.adapters import read_adapter_config, read_adapter_weights
 from baton.runtime.paths import expanded
 from coordinator.cluster import Cluster

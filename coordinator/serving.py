@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from baton.core.errors import StartupError
-from baton.core.model_config import parse_config, parse_config_json
 from baton.core.names import host_port
+from baton.models.model_config import parse_config, parse_config_json
 from baton.runtime.batches_access import access_key
 from baton.runtime.cluster_token import FLAG as TOKEN_FLAG
 from baton.runtime.cluster_token import check_listening, on_loopback

@@ -20,7 +20,6 @@ from rich.table import Table
 from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DType, KVLayout
-from baton.core.model_config import AnyConfig
 from baton.core.reshard import local_layout, reshard_layout
 from baton.core.window import STEPS_AHEAD, Window
 from baton.engine.checkpoint import read_model_config
@@ -29,6 +28,7 @@ from baton.engine.kernels.build import level_of
 from baton.engine.memory import default_budget, draft_share, unread_sizes
 from baton.engine.quantize import check_quantize
 from baton.engine.selftest import check_exact
+from baton.models.model_config import AnyConfig
 from baton.runtime.config import WorkerConfig
 from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.transfer.nccl import MAX_CTAS

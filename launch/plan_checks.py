@@ -17,8 +17,8 @@ from baton.core.compatibility import PROTOCOL_VERSION, Compatibility, difference
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVDType, KVLayout, stored_dtype
-from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig, parse_config, parse_config_json
 from baton.core.reshard import even_share, local_heads
+from baton.models.model_config import AnyConfig, GeneralConfig, ModelConfig, parse_config, parse_config_json
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import CoordinatorConfig, WorkerConfig, resolve
 from baton.runtime.model_source import resolve_draft, resolve_model

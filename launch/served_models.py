@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.core.model_config import GeneralConfig, parse_config_json, why_not_own
+from baton.models.model_config import GeneralConfig, parse_config_json, why_not_own
 from baton.runtime.model_source import resolve_model
 from baton.runtime.paths import expanded
 from launch.tables import make_table, show

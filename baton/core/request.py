@@ -107,7 +107,7 @@ class GenerateRequest:
 
     `eos_token_ids` is empty when the client asked to ignore EOS. `deadline_s` is the time left, in seconds, when the
     value was created; each process converts it to an instant of its own monotonic clock. `adapter` is the digest of the
-    LoRA adapter that computes it (baton.core.adapter_config); empty for the model itself.
+    LoRA adapter that computes it (baton.models.adapter_config); empty for the model itself.
     """
 
     request_id: str

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from baton.core.adapter_config import WEIGHTS_FILE, LowRank, adaptable, adapted_modules, check_tensors, tensor_name
 from baton.core.errors import InvalidRequest, InvariantError, Unavailable
-from baton.core.model_config import AnyConfig, ModelConfig
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import Shares
+from baton.models.adapter_config import WEIGHTS_FILE, LowRank, adaptable, adapted_modules, check_tensors, tensor_name
+from baton.models.model_config import AnyConfig, ModelConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
 from baton.engine.batch import RowSpan
 from baton.engine.kv_pool import load
+from baton.models.model_config import ModelConfig
 
 TILE = 16
 KEY_STEP = 64

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig
 from baton.engine.batch import RowSpan, packed_tokens
 from baton.engine.device import LEAST_CAPABILITY
 from baton.engine.device_stream import Mark, NewMark, marks_of, pinned
 from baton.engine.options import EngineOptions
+from baton.models.model_config import AnyConfig, GeneralConfig, ModelConfig
 
 log = logging.getLogger("baton.engine")
 HEAD_DIMS = (64, 128, 256)

@@ -21,13 +21,13 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
 from baton.engine.attention_flashinfer import FlashInferRows, PagedRows
 from baton.engine.batch import RowSpan, packed_tokens
 from baton.engine.device import LEAST_CAPABILITY
 from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention, rows_of
 from baton.engine.kv_pool import load
+from baton.models.model_config import ModelConfig
 
 _FLASH_TOKENS = 64
 """Tokens of a row from which FlashAttention gains more than gathering the context costs."""

@@ -15,11 +15,11 @@ import xxhash
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.core.model_config import AnyConfig, parse_config, parse_config_json
 from baton.engine.blocks import Blocks
 from baton.engine.gguf_files import GGUFFiles, read_index
 from baton.engine.quantized_files import QuantizedFiles
 from baton.engine.safetensors_files import SafetensorsFiles, StoredTensor, read_small, safetensors_in
+from baton.models.model_config import AnyConfig, parse_config, parse_config_json
 
 
 class Checkpoint:

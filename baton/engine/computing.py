@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
 from baton.engine.attention_native import NativeAttention
@@ -29,6 +28,7 @@ from baton.engine.parallel import TPGroup
 from baton.engine.runner import Computing
 from baton.engine.sampler import chooser, masker
 from baton.engine.weights import WeightReader
+from baton.models.model_config import AnyConfig, GeneralConfig, ModelConfig
 
 
 def build_model(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.core.gguf_index import INDEX, GGUFIndex, StoredInGGUF
 from baton.engine.blocks import BLOCK, Blocks
 from baton.engine.kernels.build import CannotBuild, cache_dir
+from baton.models.gguf_index import INDEX, GGUFIndex, StoredInGGUF
 
 _BLOCKS = {"Q8_0": (34, 2), "Q4_0": (18, 2), "Q4_1": (20, 4), "Q4_K": (144, 16)}
 """Types whose matrices can be computed from their blocks: bytes of a block, and those before its codes."""

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.core.model_config import Llama3Rope, ModelConfig
 from baton.engine.kv_pool import store
 from baton.engine.weights import Projection
+from baton.models.model_config import Llama3Rope, ModelConfig
 
 Linear = Callable[[Tensor], Tensor]
 

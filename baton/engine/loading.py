@@ -23,7 +23,6 @@ import torch
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.edge_kinds import choose_edges
 from baton.core.kv_layout import DType, KVLayout, stored_dtype, stored_layers
-from baton.core.model_config import GeneralConfig
 from baton.core.ranks import Ranks
 from baton.core.reshard import local_layout
 from baton.core.window import STEPS_AHEAD, Window
@@ -46,6 +45,7 @@ from baton.engine.runner import Computing, Runner
 from baton.engine.safetensors_files import read_small
 from baton.engine.selfcheck import check_against_reference, check_in_float32, num_blocks
 from baton.engine.selftest import prove_row_invariance
+from baton.models.model_config import GeneralConfig
 
 OnStage = Callable[[str, float], None]
 

@@ -16,7 +16,6 @@ import torch
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES, DType, KVLayout, stored_dtype, stored_layers
-from baton.core.model_config import AnyConfig, GeneralConfig
 from baton.core.ranks import Ranks
 from baton.core.window import Window
 from baton.engine.checkpoint import Checkpoint, read_model_config
@@ -25,6 +24,7 @@ from baton.engine.options import EngineOptions
 from baton.engine.safetensors_files import has_safetensors
 from baton.engine.transformers_path import transformers_model
 from baton.engine.weights import parameter_bytes
+from baton.models.model_config import AnyConfig, GeneralConfig
 
 DEFAULT_SEQUENCES = 256  # without a configured KV memory, at most this many sequences of full length
 _CPU_KV_BYTES = 4 << 30

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
 from baton.engine.adapters import AdapterProjection, LayerProjections, LoadedAdapters
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
@@ -28,6 +27,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.layers import LayerOps, Linear
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import LayerWeights, Projection, WeightReader
+from baton.models.model_config import ModelConfig
 
 
 class LowRankLinear:

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
 from baton.engine.adapters import AdapterProjection, LayerProjections, LoadedAdapters
 from baton.engine.batch import Batch
 from baton.engine.kernels import native
@@ -29,6 +28,7 @@ from baton.engine.model import Embedding, shard_config
 from baton.engine.parallel import TPGroup
 from baton.engine.sampler import pack_draws
 from baton.engine.weights import LayerWeights, Projection, WeightReader
+from baton.models.model_config import ModelConfig
 
 _FEW_TOKENS = 64  # steps of up to this many tokens reuse one buffer
 _FEW_DRAFTED = 4  # drafting for up to this many rows reuses one buffer of logits

@@ -16,7 +16,6 @@ from torch import Tensor
 from baton.core.cores import ranges
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DType, KVLayout, stored_dtype
-from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig
 from baton.core.ranks import Ranks
 from baton.engine.attention_flashinfer import use_flashinfer
 from baton.engine.checkpoint import Checkpoint, read_model_config
@@ -30,6 +29,7 @@ from baton.engine.quantize import check_quantize
 from baton.engine.selftest import check_exact
 from baton.engine.transformers_path import check_options, transformers_model
 from baton.engine.weights import WeightReader
+from baton.models.model_config import AnyConfig, GeneralConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.core.quantization_config import QuantizationConfig, Scheme
 from baton.engine.blocks import BLOCK, Blocks, is_half
 from baton.engine.safetensors_files import SafetensorsFiles
+from baton.models.quantization_config import QuantizationConfig, Scheme
 
 _VALUES = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "plain": "weight"}
 _ZEROS = {"gptq": "qzeros", "awq": "qzeros", "packed": "weight_zero_point", "plain": "weight_zero_point"}

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from baton.core.compatibility import Compatibility
 from baton.core.errors import InvariantError
-from baton.core.model_config import AnyConfig
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.adapters import Adapters
 from baton.engine.batch import Batch, RowLimits, make_batch
@@ -32,6 +31,7 @@ from baton.engine.outputs import pool_rows
 from baton.engine.parallel import TPGroup
 from baton.engine.processors import ApplyMasks, SeenTables, apply_masks
 from baton.engine.sampler import Choose, Decide
+from baton.models.model_config import AnyConfig
 
 Propose = Callable[[Batch, Sequence[int]], list[list[int]]]
 ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]

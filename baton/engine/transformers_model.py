@@ -27,7 +27,6 @@ from transformers.cache_utils import Cache
 
 from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import DTYPE_BYTES, DType
-from baton.core.model_config import parse_config_json, rope_parameters
 from baton.engine.attention import FastAttention, Reach, Scores
 from baton.engine.attention_calls import AttentionCall, MaskFunction, Recorded, Recorder
 from baton.engine.attention_native import NativeAttention
@@ -53,6 +52,7 @@ from baton.engine.transformers_mxfp4 import (
 )
 from baton.engine.transformers_packed import PackedWeight, weight_of
 from baton.engine.transformers_parallel import divide, mark_kv_heads, reading_parts
+from baton.models.model_config import parse_config_json, rope_parameters
 
 AnyAttention = FastAttention | NativeAttention
 NAME = "baton_paged"

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import modeling_utils
 
 from baton.core.errors import StartupError
-from baton.core.quantization_config import QuantizationConfig
 from baton.engine.blocks import Blocks, is_half
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.kernels.native import Arena, Kernels, Linear, pack_blocks, pack_mxfp4
 from baton.engine.mxfp4 import INPUTS, dequantize, in_steps, step_sizes
+from baton.models.quantization_config import QuantizationConfig
 
 log = logging.getLogger("baton.engine")
 

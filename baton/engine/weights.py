@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.core.model_config import ModelConfig
 from baton.core.reshard import local_heads
 from baton.engine import quantize
 from baton.engine.blocks import BLOCK, Blocks, stacked
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.parallel import TPGroup
+from baton.models.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

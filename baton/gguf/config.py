@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.core.errors import StartupError
-from baton.core.model_config import parse_model_config
 from baton.gguf.tokenizer import CONTROL, USER_DEFINED
+from baton.models.model_config import parse_model_config
 
 Metadata = Mapping[str, Any]
 

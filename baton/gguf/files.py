@@ -2,8 +2,8 @@
 
 The directory has what the other parts of Baton read of a checkpoint (`config.json`, `tokenizer.json`,
 `tokenizer_config.json`, `chat_template.jinja`) and, in place of weights, an index of the tensors in the GGUF files
-(baton.core.gguf_index). Its name contains the path, size and time of every file, so a changed file gets another one. It
-is written under a temporary name and renamed: no process sees part of it. Reading a file's metadata takes a second,
+(baton.models.gguf_index). Its name contains the path, size and time of every file, so a changed file gets another one.
+It is written under a temporary name and renamed: no process sees part of it. Reading a file's metadata takes a second,
 which is why its result is kept.
 """
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import StartupError
-from baton.core.gguf_index import INDEX, GGUFIndex, StoredInGGUF
 from baton.engine.kernels.build import CannotBuild, cache_dir
 from baton.gguf.config import ROPE_FACTORS, config_json, rope_heads, tensor_name
 from baton.gguf.tokenizer import tokenizer_config, tokenizer_json
+from baton.models.gguf_index import INDEX, GGUFIndex, StoredInGGUF
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """The tensor types that are read."""

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from baton.core.codes import ErrorCode
 from baton.core.commands import AdapterFailure, AdapterSource, AdapterStates, SetAdapters
 from baton.core.errors import BatonError, InvalidRequest, Unavailable
+from baton.models.adapter_config import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from baton.runtime.frames import AdapterLoaded, DropAdapter, LoadAdapter
 from baton.runtime.paths import open_regular
 

@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
-from baton.core.model_config import parse_model_config
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Draw, Row, StepPlan
 from baton.engine.adapters import Adapters
@@ -38,6 +37,7 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
 from baton.engine.runner import Computing, Runner
+from baton.models.model_config import parse_model_config
 from baton.runtime.step_thread import StepThread
 from benchmarks.kit import parser, table
 from decode.scheduler import DecodeScheduler

@@ -18,9 +18,9 @@ from baton.core.commands import Join
 from baton.core.compatibility import PROTOCOL_VERSION, SERVED_VERSIONS, Compatibility, Difference, difference
 from baton.core.errors import JoinRefused, StartupError
 from baton.core.kv_layout import KVDType
-from baton.core.model_config import AnyConfig, ModelConfig
 from baton.core.names import name_error
 from baton.core.reshard import MAX_TENSOR_PARALLEL, local_layout
+from baton.models.model_config import AnyConfig, ModelConfig
 
 _ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}")
 

@@ -16,7 +16,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import StartupError
-from baton.core.model_config import AnyConfig, parse_config, parse_config_json
+from baton.models.model_config import AnyConfig, parse_config, parse_config_json
 from baton.runtime.paths import read_regular
 from coordinator.text.template import ChatTemplate
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidRequest, InvariantError, StartupError
-from baton.core.model_config import parse_config
 from baton.core.request import Pooling
+from baton.models.model_config import parse_config
 from coordinator.text.files import read_file
 
 MODULES = "modules.json"

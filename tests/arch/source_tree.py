@@ -28,6 +28,7 @@ PURE_PREFILL = ("prefill/scheduler.py", "prefill/handover.py")
 PURE_RUNTIME = ("baton/runtime/config.py", "baton/runtime/cluster_token.py")
 PURE = (
     "baton/core/*",
+    "baton/models/*",
     *PURE_RUNTIME,
     "baton/engine/mask_queue.py",
     *PURE_PREFILL,

@@ -32,11 +32,12 @@ LAUNCH = "launch/*"  # may use everything; nothing uses it
 
 # The first row that matches a file lists which of our own packages it may import.
 OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("coordinator/policy/*",), ("baton.core", "coordinator.policy")),
+    (("coordinator/policy/*",), ("baton.core", "baton.models", "coordinator.policy")),
     (
         ("coordinator/text/*",),
         (
             "baton.core",
+            "baton.models",
             "baton.runtime.model_source",
             "baton.runtime.paths",
             "baton.runtime.process",
@@ -44,11 +45,15 @@ OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
     ),
     (PURE_DECODE, ("baton.core", *PURE_DECODE_MODULES)),
+    (("baton/models/*",), ("baton.core", "baton.models")),
     (PURE, ("baton.core",)),
-    (("baton/engine/*",), ("baton.core", "baton.engine", "baton.runtime.frames", "baton.runtime.paths")),
+    (
+        ("baton/engine/*",),
+        ("baton.core", "baton.models", "baton.engine", "baton.runtime.frames", "baton.runtime.paths"),
+    ),
     (("baton/transfer/*",), ("baton.core", "baton.transfer")),
     (ENGINE_PROCESSES, ("baton",)),
-    (("baton/runtime/*",), ("baton.core", "baton.gguf", "baton.runtime", "baton.v1")),
+    (("baton/runtime/*",), ("baton.core", "baton.models", "baton.gguf", "baton.runtime", "baton.v1")),
     (("baton/*",), ("baton",)),
     (("prefill/*",), ("baton", "prefill")),
     (("decode/*",), ("baton", "decode")),

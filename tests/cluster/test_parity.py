@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.model_config import parse_model_config
+from baton.models.model_config import parse_model_config
 from baton.runtime.event_log import VARIABLE as EVENT_LOG
 from tests.support.checkpoints import ARCHS, make_checkpoint
 from tests.support.client import Client

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.adapter_config import WEIGHTS_FILE
 from baton.core.commands import AdapterFailure, AdapterSource, AdapterStates, Prefill, SetAdapters
 from baton.core.errors import InvalidRequest, NotFound, StartupError, Unavailable
-from baton.core.model_config import parse_model_config
+from baton.models.adapter_config import WEIGHTS_FILE
+from baton.models.model_config import parse_model_config
 from coordinator.adapters import add_adapters, read_adapter
 from coordinator.cluster import Cluster
 from coordinator.http.app import HttpSettings, create_app

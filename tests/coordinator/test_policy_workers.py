@@ -13,8 +13,8 @@ from baton.core.errors import InvalidRequest, JoinRefused, NotFound
 from baton.core.events import Load
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.liveness import REDIAL_S
-from baton.core.model_config import parse_model_config
 from baton.engine.memory import plan_blocks
+from baton.models.model_config import parse_model_config
 from coordinator.policy import joining
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.workers import KEEP_LOST_S, WorkerTable

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.core.adapter_config import WEIGHTS_FILE, tensor_name
 from baton.core.errors import InvalidRequest, InvariantError
 from baton.core.request import SequenceId
 from baton.core.step import Row, StepPlan
@@ -18,6 +17,7 @@ from baton.engine.adapters import read_adapter
 from baton.engine.checkpoint import read_model_config
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.parallel import TPGroup
+from baton.models.adapter_config import WEIGHTS_FILE, tensor_name
 from tests.support.adapters import ALL, adapter_files, load_adapter, make_adapter
 from tests.support.engine_driver import (
     GREEDY,

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
 from baton.engine.attention import FastAttention
 from baton.engine.batch import RowSpan
+from baton.models.model_config import ModelConfig
 from tests.support.attention import shape
 
 pytest.importorskip("triton")

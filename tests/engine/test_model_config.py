@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.core.errors import StartupError
-from baton.core.model_config import GeneralConfig, Llama3Rope, parse_config, parse_config_json, parse_model_config
 from baton.engine.layers import inverse_frequencies
+from baton.models.model_config import GeneralConfig, Llama3Rope, parse_config, parse_config_json, parse_model_config
 from tests.support.checkpoints import EOS_ID, Arch, Shape, make_config
 
 RERANKER: dict[str, Any] = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["no", "yes"]}

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core import quantization_config
 from baton.core.errors import StartupError
-from baton.core.quantization_config import Scheme, parse_quantization_config
+from baton.models.quantization_config import Scheme, parse_quantization_config
 from tests.support.quantized import compressed
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import StartupError
-from baton.core.model_config import GeneralConfig
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine import loading, transformers_path
@@ -22,6 +21,7 @@ from baton.engine.attention_calls import reach_of
 from baton.engine.checkpoint import read_model_config
 from baton.engine.kernels.build import processor_levels
 from baton.engine.memory import unread_sizes
+from baton.models.model_config import GeneralConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.marked_device import CPU, MarkedDevice

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from baton.core.errors import StartupError
-from baton.core.model_config import parse_model_config
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config, weight_files
 from baton.gguf.config import llama3_scaling, shortest
 from baton.gguf.files import KINDS, checkpoint_directory, gguf_file
+from baton.models.model_config import parse_model_config
 from baton.runtime.model_source import resolve_model, served_name
 from coordinator.text.model import TextModel
 from tests.support.checkpoints import make_checkpoint

@@ -193,7 +193,7 @@ FAULTS = (
         "tests/coordinator/test_cors.py",
     ),
     Fault(
-        "baton/core/model_config.py",
+        "baton/models/model_config.py",
         '    if "auto_map" in config:',
         "    if False:",
         "tests/engine/test_model_config.py",

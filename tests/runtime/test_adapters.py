@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from baton.core.commands import AdapterSource, AdapterStates, SetAdapters
 from baton.core.errors import InvalidRequest, Unavailable
+from baton.models.adapter_config import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from baton.runtime import adapters
 from baton.runtime.adapters import FollowerAdapters, RankAdapters, WorkerAdapters, read_adapter_files
 from baton.runtime.frames import AdapterLoaded, DropAdapter, FrameReader, LoadAdapter, encode

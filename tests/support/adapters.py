@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from baton.core.adapter_config import WEIGHTS_FILE, adapted_modules, adapter_digest, adapter_tensors
 from baton.engine.checkpoint import read_model_config
 from baton.engine.runner import Runner
+from baton.models.adapter_config import WEIGHTS_FILE, adapted_modules, adapter_digest, adapter_tensors
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

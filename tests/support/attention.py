@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.core.model_config import ModelConfig, parse_model_config
+from baton.models.model_config import ModelConfig, parse_model_config
 
 
 def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:

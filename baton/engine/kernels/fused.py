@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
 from baton.engine.kernels.fp8 import as_bytes, narrow
 from baton.engine.kernels.linear import FixedLinear
 from baton.engine.layers import LayerOps, Norm, Rotary, make_linear
+from baton.models.model_config import ModelConfig
 
 _HEADS = 8  # of a token per program
 _ELEMENTS = 1024  # per elementwise program

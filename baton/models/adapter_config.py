@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.core.errors import InvalidRequest
-from baton.core.model_config import AnyConfig, ModelConfig
-from baton.core.name_patterns import NamePattern, PatternError, Steps
+from baton.models.model_config import AnyConfig, ModelConfig
+from baton.models.name_patterns import NamePattern, PatternError, Steps
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.adapter_config import LowRank, adapted_modules, adapter_digest, check_tensors, tensor_name
 from baton.core.errors import InvalidRequest
-from baton.core.model_config import ModelConfig, parse_model_config
+from baton.models.adapter_config import LowRank, adapted_modules, adapter_digest, check_tensors, tensor_name
+from baton.models.model_config import ModelConfig, parse_model_config
 from tests.support.checkpoints import Shape, make_config
 
 MODEL: ModelConfig = parse_model_config(make_config("llama", Shape(num_layers=2)))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES, DType, KVDType, KVLayout, LayerKV
-from baton.core.quantization_config import (
+from baton.models.quantization_config import (
     QuantizationConfig,
     parse_experts_quantization,
     parse_quantization_config,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.core.errors import StartupError
-from baton.core.name_patterns import NamePattern, PatternError, Steps
+from baton.models.name_patterns import NamePattern, PatternError, Steps
 
 Storage = Literal["gptq", "awq", "packed", "plain"]
 _FIELD = "config.json: quantization_config"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.name_patterns import MAX_DEPTH, MAX_LENGTH, MAX_STEPS, NamePattern, PatternError, Steps
+from baton.models.name_patterns import MAX_DEPTH, MAX_LENGTH, MAX_STEPS, NamePattern, PatternError, Steps
 
 NAME = "model.layers.11.self_attn.q_proj"
 CHARACTERS = st.sampled_from(
