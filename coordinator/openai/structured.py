@@ -51,6 +51,7 @@ class ResponseFormat(RequestObject):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: _Schema | None = Field(default=None, alias="schema")
 
 
 class StructuredOutputs(RequestObject):
@@ -114,6 +115,11 @@ def _of_response_format(response_format: ResponseFormat) -> Constraint | None:
     if response_format.json_schema is not None:
         schema, strict = response_format.json_schema.schema_, bool(response_format.json_schema.strict)
         return of_json(schema, "response_format.json_schema.schema", lenient=not strict, strict=strict)
+    if response_format.schema_ is not None:
+        if response_format.type != "json_object":
+            message = "response_format.schema is allowed only with 'type': 'json_object'"
+            raise InvalidRequest(message, param="response_format.schema")
+        return of_json(response_format.schema_, "response_format.schema", lenient=True)
     return None if response_format.type == "text" else of_json(ANY_OBJECT, "response_format")
 
 

@@ -59,6 +59,10 @@ SAME: list[tuple[dict[str, Any], Constraint]] = [
         Constraint("json_schema", TEXT, "response_format.json_schema.schema", lenient=True),
     ),
     ({"response_format": {"type": "json_object"}}, Constraint("json_schema", '{"type":"object"}', "response_format")),
+    (  # as of llama.cpp and Together
+        {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
+        Constraint("json_schema", '{"type":"array"}', "response_format.schema", lenient=True),
+    ),
     ({"structured_outputs": {"json": SCHEMA}}, Constraint("json_schema", TEXT, "structured_outputs.json")),
     ({"structured_outputs": {"json": TEXT, "regex": None}}, Constraint("json_schema", TEXT, "structured_outputs.json")),
     (

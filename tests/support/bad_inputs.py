@@ -170,6 +170,8 @@ STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
     ({FORMAT: {"tpye": "text"}}, f"{FORMAT}.tpye", UNKNOWN),
     ({FORMAT: {"type": "json_schema"}}, SCHEMA_OF, INVALID),
     ({FORMAT: {"type": "json_object", "json_schema": {"name": "a"}}}, SCHEMA_OF, INVALID),
+    ({FORMAT: {"type": "text", "schema": {}}}, f"{FORMAT}.schema", INVALID),
+    ({FORMAT: {"type": "json_object", "schema": []}}, f"{FORMAT}.schema", INVALID),
     ({FORMAT: {"type": "json_schema", "json_schema": {}}}, f"{SCHEMA_OF}.name", MISSING),
     ({FORMAT: {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}}, f"{SCHEMA_OF}.schema", INVALID),
     ({FORMAT: {"type": "json_schema", "json_schema": {"name": "a", "shcema": {}}}}, f"{SCHEMA_OF}.shcema", UNKNOWN),
