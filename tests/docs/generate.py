@@ -148,7 +148,7 @@ MEANINGS = {
     "continue_final_message": "`true`: the model goes on with the last message",
     "chat_template_kwargs": "further variables of the chat template, such as `enable_thinking`",
     "stream": "server-sent events, ended by `data: [DONE]`",
-    "response_format": "`text`, `json_schema` with `json_schema.schema`, or `json_object`, with or without `schema`: see"
+    "response_format": "`text`, `json_schema` with `json_schema.schema`, or `json_object`, also with `schema`: see"
     " [structured output](#structured-output)",
     "structured_outputs": "one of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark), as vLLM has them;"
     " `whitespace_pattern`, `disable_any_whitespace`",
