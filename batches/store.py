@@ -341,14 +341,16 @@ class BatchStore:
                 self._db.execute(f"update batches set {column} = {column} + 1 where id = ?", (line.batch,))
 
     def end(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
-        """Writes the responses to an output file and an error file, deletes the lines, and sets the final status, all
-        or nothing. A batch that has ended is unchanged."""
+        """Writes the responses to an output file and an error file, which of an expired batch has the lines without a
+        response, too, deletes the lines, and sets the final status, all or nothing. A batch that has ended is
+        unchanged."""
         batch = self._db.execute("select * from batches where id = ?", (batch_id,)).fetchone()
         if batch["status"] in _FINAL:
             return
         made = list[Path]()
         try:
-            outputs = {column: self._write_answers(batch_id, column, made) for column in _OUTPUTS}
+            lines = _OUTPUTS | ({"error_file_id": "status is not 200"} if status == "expired" else {})
+            outputs = {column: self._write_answers(batch_id, column, lines[column], made) for column in _OUTPUTS}
             with self._transaction():
                 ids: dict[str, str | None] = dict.fromkeys(_OUTPUTS)
                 for column, part in outputs.items():
@@ -368,10 +370,10 @@ class BatchStore:
         for part in outputs.values():
             part.unlink(missing_ok=True)
 
-    def _write_answers(self, batch_id: str, column: str, made: list[Path]) -> Path:
+    def _write_answers(self, batch_id: str, column: str, lines: str, made: list[Path]) -> Path:
         """Writes the output or error file of a batch to a path that it appends to `made`, and returns it."""
         made.append(part := self._files / f"{batch_id}_{column}.part")
-        query = f"select * from lines where batch = ? and {_OUTPUTS[column]} order by number"
+        query = f"select * from lines where batch = ? and {lines} order by number"
         with part.open("wb") as file:
             for line in self._db.execute(query, (batch_id,)):
                 file.write(_answer_line(line) + b"\n")
@@ -469,6 +471,9 @@ def _error(line: int, code: str, message: str, param: str | None) -> dict[str, A
 
 def _answer_line(row: sqlite3.Row) -> bytes:
     head = {"id": f"batch_req_{row['batch'][6:]}_{row['number']}", "custom_id": row["custom_id"]}
+    if row["status"] is None:
+        error = {"code": "batch_expired", "message": "the batch expired before this request had a response"}
+        return orjson.dumps(head | {"response": None, "error": error})
     response = {"status_code": row["status"], "request_id": row["request_id"], "body": orjson.Fragment(row["answer"])}
     if row["ignored"]:
         response["ignored_fields"] = row["ignored"].split(", ")

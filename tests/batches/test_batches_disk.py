@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import sqlite3
@@ -54,13 +55,20 @@ async def test_a_batch_whose_window_passed_between_two_runs_expires(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Echo()
-    first.answers = 0
+    first.answers = 1
     async with served(tmp_path, first, text_model) as (client, _):
-        batch = await submit(client, line("a"))
-        await first.until(submitted=1)
+        batch = await submit(client, line("a"), line("b"))
+        async with asyncio.timeout(10):
+            while not (await client.batches.retrieve(batch.id)).request_counts.completed:
+                await asyncio.sleep(0.01)
     monkeypatch.setattr(batch_runner, "time", SimpleNamespace(time=lambda: time.time() + 2 * DAY))
     async with served(tmp_path, Echo(), text_model) as (client, _):
-        assert (await ended(client, batch.id)).status == "expired"
+        expired = await ended(client, batch.id)
+        assert expired.status == "expired"
+        written = [await client.files.content(name) for name in (expired.output_file_id, expired.error_file_id)]
+    (answered,), (missing,) = ([json.loads(each) for each in file.text.splitlines()] for file in written)
+    assert {answered["custom_id"], missing["custom_id"]} == {"a", "b"} and answered["error"] is None
+    assert missing["response"] is None and missing["error"]["code"] == "batch_expired"
 
 
 def no_space(*_: Any) -> Any:
