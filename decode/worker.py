@@ -6,9 +6,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from baton.core.commands import Command, Join, Prefill
+from baton.core.commands import Assign, Join, Prefill
 from baton.core.compatibility import Compatibility, difference
-from baton.core.errors import BatonError, InvariantError, JoinRefused, StartupError, Unavailable
+from baton.core.errors import InvariantError, JoinRefused, ProtocolError, StartupError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.handover import LinkHello, LinkWelcome
 from baton.core.names import host_port
@@ -175,17 +175,13 @@ class DecodeWorker:
         self._reported_gauges = gauges  # after `load`, which clears it
         return StepEvents(outcome.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
-    def command(self, command: Command) -> None:
+    def command(self, command: Prefill | Assign) -> None:
         if not isinstance(command, Prefill) or command.targets:
-            raise Unavailable(f"a decode worker does not support {type(command).__name__} with targets")
+            raise ProtocolError(f"a decode worker does not support {type(command).__name__} with targets")
         request = command.request
         if self.main_loop.refuses(request, self.facts.vocab_size):
             return
-        try:
-            self.scheduler.submit(request, time.monotonic())
-        except BatonError as e:
-            self.main_loop.report_ended(request.sequence_id, e.tier_code, e.message)
-            return
+        self.scheduler.submit(request, time.monotonic())
         self.main_loop.track_deadline(request)
         self._arrived.add(request.sequence_id)
 

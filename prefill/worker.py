@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from baton.core.codes import ErrorCode
-from baton.core.commands import Assign, Command, Join, Prefill, Target
+from baton.core.commands import Assign, Join, Prefill, Target
 from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import early_layers
 from baton.core.errors import BatonError, InvariantError, StaleHandle
@@ -181,7 +181,7 @@ class PrefillWorker:
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
         return StepEvents(outcome.step_id, tuple(tokens), result.ended, load=self.load(), kv_cache_events=cache_events)
 
-    def command(self, command: Command) -> None:
+    def command(self, command: Prefill | Assign) -> None:
         match command:
             case Prefill():
                 self._start(command)
@@ -205,12 +205,8 @@ class PrefillWorker:
             return
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
-        try:
-            hand_over = bool(command.targets)
-            sequence = self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
-        except BatonError as e:
-            self.main_loop.report_ended(request.sequence_id, e.tier_code, e.message)
-            return
+        hand_over = bool(command.targets)
+        sequence = self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
         self.main_loop.track_deadline(request)
         if hand_over:
             self.sender.expect(sequence, command.targets)

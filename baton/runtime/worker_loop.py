@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.core.codes import ErrorCode
-from baton.core.commands import Abort, Command, Drain, Join, Role, SetAdapters, Welcome
+from baton.core.commands import Abort, Assign, Command, Drain, Join, Prefill, Role, SetAdapters, Welcome
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, InvariantError, StartupError
 from baton.core.events import Load, SequenceEnded, StepEvents
@@ -79,8 +79,8 @@ class Tier(Protocol):
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents: ...
 
-    def command(self, command: Command) -> None:
-        """Handles a Prefill or an Assign. Raises BatonError if the tier has no such command."""
+    def command(self, command: Prefill | Assign) -> None:
+        """Begins a sequence, or its next attempt. Raises BatonError if it cannot."""
         ...
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
@@ -243,12 +243,18 @@ class WorkerLoop:
                 self._begin_drain(timeout_s)
             case SetAdapters():
                 self.adapters.require(command)
-            case _:
-                try:
-                    self._tier.command(command)
-                except BatonError as e:  # an invalid command is logged and does not end the worker
-                    log.error("%s refused: %s", type(command).__name__, e.message)
+            case Prefill(request):
+                self._start(request.sequence_id, command)
+            case Assign(sequence, attempt=attempt):
+                self._start(sequence._replace(attempt=attempt), command)
         self.wake()
+
+    def _start(self, sequence: SequenceId, command: Prefill | Assign) -> None:
+        """Lets the tier begin a sequence; reports its end if the tier refuses it."""
+        try:
+            self._tier.command(command)
+        except BatonError as e:
+            self.report_ended(sequence, e.tier_code, e.message)
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return self._tier.scheduler.sequence_ids()

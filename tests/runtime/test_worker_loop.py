@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.commands import Abort, Assign, Command, Drain, Join
+from baton.core.commands import Abort, Assign, Command, Drain, Join, Prefill
 from baton.core.errors import HandoffError, InvariantError, StartupError, innermost
 from baton.core.events import Load, StepEvents, TokenEvent
 from baton.core.request import SequenceId
@@ -194,16 +193,23 @@ async def test_steps_are_reported_in_order_and_stop_without_sequences(running: R
     assert [e.step_id for e in running.sent] == list(range(1, len(running.sent) + 1)) and running.main_loop.steps >= 3
 
 
-@pytest.mark.parametrize("error", [InvariantError("a block leaked"), HandoffError("no KV")], ids=["bug", "refusal"])
-async def test_a_refused_command_does_not_end_the_worker_but_a_bug_does(
-    running: Running, monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize("command", [Prefill(make_request("r", attempt=2)), Assign(R, (), 2)])
+async def test_a_refused_command_is_reported_at_once_and_a_bug_ends_the_worker(
+    running: Running, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
+    """Otherwise its choice waits for its deadline."""
+    error: Exception = HandoffError("no KV")
+
     def raises(command: Command) -> None:
         raise error
 
     monkeypatch.setattr(running.tier, "command", raises)
-    with pytest.raises(InvariantError) if isinstance(error, InvariantError) else contextlib.nullcontext():
-        running.main_loop.command(Assign(R, (), 2))
+    running.main_loop.command(command)
+    (ended,) = (ended for events in running.sent for ended in events.ended)
+    assert (ended.sequence, ended.code, ended.message) == (R._replace(attempt=2), "handoff_failed", "no KV")
+    error = InvariantError("a block leaked")
+    with pytest.raises(InvariantError):
+        running.main_loop.command(command)
 
 
 @pytest.mark.parametrize("where", ["invariants", "step"])

@@ -110,11 +110,11 @@ class PrefillNode:
         return True
 
     def submit(self, request: GenerateRequest, *decodes: DecodeNode, handle: Handle | None = None) -> None:
-        self.worker.command(Prefill(request, self.targets(request.sequence_id, decodes, handle)))
+        self.worker.main_loop.command(Prefill(request, self.targets(request.sequence_id, decodes, handle)))
 
     def assign(self, sequence: SequenceId, attempt: int, *decodes: DecodeNode) -> None:
         fresh = sequence._replace(attempt=attempt)
-        self.worker.command(Assign(sequence, self.targets(fresh, decodes), attempt))
+        self.worker.main_loop.command(Assign(sequence, self.targets(fresh, decodes), attempt))
 
     def targets(
         self, sequence: SequenceId, decodes: Sequence[DecodeNode], handle: Handle | None = None
