@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from baton.core.cores import ranges
 from baton.core.errors import StartupError
-from baton.core.liveness import AGENT_SILENCE_S
+from baton.core.liveness import AGENT_SILENCE_S, MAX_READ_GAP_S, ListeningClock
 from baton.runtime.process import (
     ERROR_FILE_VARIABLE,
     HEARTBEAT_VARIABLE,
@@ -31,8 +31,6 @@ from baton.runtime.process import (
 )
 from launch.failure import Failure
 
-MAX_GAP_S = 2.0
-"""Between two looks at heartbeats; after a longer gap their silence does not count."""
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
 
@@ -73,9 +71,9 @@ class Child(subprocess.Popen[bytes]):
             raise StartupError(f"{spec.name} cannot be started: {error}") from None
         self._heartbeats: int | None = ours
         os.set_blocking(ours, False)
-        # None before the first: then its silence means nothing.
+        # On the clock; None before the first: then its silence means nothing.
         self._last_heartbeat_at: float | None = None
-        self._watched_at = time.monotonic()
+        self._clock = ListeningClock(time.monotonic(), MAX_READ_GAP_S)
         # Where its output begins in the log.
         self._log_start = 0
         launcher, errors = os.getpid(), self._errors.fileno()
@@ -120,16 +118,14 @@ class Child(subprocess.Popen[bytes]):
 
     def watch(self, now: float) -> int | None:
         """Returns its exit code once it has ended; unless that is 0, processes that it started, such as a compiler, end
-        too. Kills it if its heartbeats have stopped. Call it regularly: the silence before a gap between two calls does
-        not count, since the machine may have been suspended."""
+        too. Kills it if its heartbeats have stopped. Call it regularly: a longer gap between two calls counts as
+        MAX_READ_GAP_S of silence, since the machine may have been suspended."""
         if self._heartbeats is None:
             return self.poll()
-        if now - self._watched_at > MAX_GAP_S and self._last_heartbeat_at is not None:
-            self._last_heartbeat_at = now
-        self._watched_at = now
+        listened = self._clock.advance(now)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._heartbeats, 512):
-                self._last_heartbeat_at = now
+                self._last_heartbeat_at = listened
         code = self.poll()
         if code is not None:
             os.close(self._heartbeats)
@@ -137,7 +133,7 @@ class Child(subprocess.Popen[bytes]):
             if code != 0:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGTERM)
-        elif self._last_heartbeat_at is not None and now - self._last_heartbeat_at >= AGENT_SILENCE_S:
+        elif self._last_heartbeat_at is not None and listened - self._last_heartbeat_at >= AGENT_SILENCE_S:
             self.kill(0.0, f"hung: no heartbeat for {AGENT_SILENCE_S:g} s; its agent killed it")
         return code
 

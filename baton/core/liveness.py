@@ -27,7 +27,7 @@ PING_LIMIT_S = 3.0
 LINK_SILENCE_S = 4.0
 
 MAX_READ_GAP_S = 1.5
-"""3 to 5: a gap between two reads counts as at most so much silence: messages may wait unread (decision 0003)."""
+"""3 to 6: a gap between two reads counts as at most so much silence: messages may wait unread (decision 0003)."""
 
 # 5. Lockstep: the ranks of one worker watch each other.
 RANK_HEARTBEAT_S = 1.0

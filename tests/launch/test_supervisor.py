@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from baton.core.errors import StartupError
+from baton.core.liveness import AGENT_SILENCE_S, MAX_READ_GAP_S
+from baton.runtime.process import HEARTBEAT_VARIABLE
 from launch import supervisor
 from launch.child import Child, ChildSpec
 from launch.console import Console
@@ -196,6 +198,22 @@ def test_a_process_that_cannot_be_started_leaves_no_open_files(log: str | None, 
         with pytest.raises(StartupError):
             Child(ChildSpec("m", ("/no/such/program",), None if log is None else tmp_path / log))
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_gap_between_two_looks_counts_as_little_silence(tmp_path: Path) -> None:
+    """The machine may have been suspended meanwhile. A process that hangs is killed all the same."""
+    beats_once = f"import os, time; os.write(int(os.environ[{HEARTBEAT_VARIABLE!r}]), b'.'); time.sleep(600)"
+    child = Child(ChildSpec("m", (sys.executable, "-c", beats_once)))
+    deadline = time.monotonic() + 30.0
+    while child._last_heartbeat_at is None:
+        assert child.watch(time.monotonic()) is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    now, looks = time.monotonic(), 0
+    while not child.hung:
+        now, looks = now + 20.0, looks + 1
+        child.watch(now)
+        assert looks < 100
+    assert abs(looks - AGENT_SILENCE_S / MAX_READ_GAP_S) <= 1 and child.wait(10.0) == -signal.SIGKILL
 
 
 def test_a_signal_that_is_delivered_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

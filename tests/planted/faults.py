@@ -638,8 +638,8 @@ FAULTS = (
     # Processes of the launcher.
     Fault(
         "launch/child.py",
-        "elif self._last_heartbeat_at is not None and now",
-        "elif False and now",
+        "elif self._last_heartbeat_at is not None and listened",
+        "elif False and listened",
         "tests/launch/test_agent.py",
     ),
     Fault("launch/supervisor.py", "if now - failed_at >= KILL_DELAY_S:", "if False:", "tests/launch/test_agent.py"),
