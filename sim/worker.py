@@ -30,7 +30,7 @@ from baton.core.commands import (
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.events import Load, SequenceEnded, StepEvents
-from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
+from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S, MAX_LEASE_GAP_S, ListeningClock
 from baton.core.output_log import OutputLog, reconcile
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SequenceId
@@ -154,9 +154,10 @@ class Worker(Process):
         self.log = OutputLog()
         self._end: End | None = None
         self._lease_s, self._heartbeat_s = 3.0, 0.75
+        self._listening = ListeningClock(self.now, MAX_LEASE_GAP_S)
         self._last_received_at = self.now
         self._redial_s, self._dialled_at = 0.1, self.now
-        self._silence_seen = self._silence_ended = self._silence_abandoned = -1.0
+        self._silence_ended = self._silence_abandoned = -1.0
         self._leaves_by: float | None = None
         self._empty = False
         self._ends = False  # drained without a next role
@@ -357,7 +358,7 @@ class Worker(Process):
         if not isinstance(welcome, Welcome):
             raise InvariantError(f"{self}: the reply to a join is {welcome!r}")
         self._end, end.on_message, end.on_end = end, self._receive, self._session_ended
-        self._last_received_at = self.now
+        self._last_received_at = self._listening.at(self.now)
         self._lease_s, self._heartbeat_s = welcome.lease_s, welcome.heartbeat_s
         if self.run_id and self.run_id != welcome.run_id:
             self._abandon("a different coordinator run replied", frozenset())
@@ -385,7 +386,7 @@ class Worker(Process):
             self.later(self._heartbeat_s * (0.5 + 0.5 * self.loop.random.random()), self._beat, end, number + 1)
 
     def _receive(self, message: Any) -> None:
-        self._last_received_at = self.now
+        self._last_received_at = self._listening.at(self.now)
         if isinstance(message, HeartbeatAck):
             return
         if isinstance(message, ReleaseRecords):
@@ -409,11 +410,8 @@ class Worker(Process):
     def _watch_lease(self) -> None:
         self.later(LEASE_CHECK_S, self._watch_lease)
         since = self._last_received_at
-        silent_s = self.now - since
+        silent_s = self._listening.advance(self.now) - since
         if silent_s <= self._lease_s:
-            return
-        if self._silence_seen != since:
-            self._silence_seen = since
             return
         if self._silence_ended != since:
             self._silence_ended = since

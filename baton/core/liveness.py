@@ -12,7 +12,7 @@ REDIAL_S = 1.5
 """A live worker whose session broke redials within this time: it is longer than its longest pause between two dials. A
 dead worker's connections close immediately, so its requests need not wait for the whole lease."""
 MAX_LEASE_GAP_S = 0.2
-"""Leases advance by this per tick at most: when ticks are late, messages wait unread (decision 0003)."""
+"""1 and 2: leases advance by this per check at most: when checks are late, messages wait unread (decision 0003)."""
 
 # 2. The session, at a worker: the coordinator's silence.
 LEASE_CHECK_S = 0.2

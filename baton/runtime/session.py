@@ -38,7 +38,7 @@ from baton.core.commands import (
 )
 from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
 from baton.core.events import GpuUsage, Load, StepEvents, in_parts
-from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
+from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S, MAX_LEASE_GAP_S, ListeningClock
 from baton.core.output_log import OutputLog, reconcile
 from baton.core.request import SequenceId
 from baton.runtime.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
@@ -90,7 +90,8 @@ class WorkerSession:
         self._empty = False  # draining, and no sequence is left
         self._left = asyncio.Event()  # the coordinator has acknowledged that
         self._stream: MessageStream | None = None
-        self._last_received_at = clock()
+        self._listening = ListeningClock(clock(), MAX_LEASE_GAP_S)
+        self._last_received_at = self._listening.at(clock())
         self._lease_s = 3.0
         self.run_id = ""  # of the coordinator
         self.output_log = OutputLog()
@@ -215,7 +216,7 @@ class WorkerSession:
 
     def _begin(self, welcome: Welcome, known: Collection[SequenceId]) -> None:
         """`known` are the sequences from before the join."""
-        self._last_received_at = self._clock()
+        self._last_received_at = self._listening.at(self._clock())
         self._lease_s = welcome.lease_s
         if self.run_id and self.run_id != welcome.run_id:
             self._owner.abandon("a different coordinator run replied")
@@ -259,7 +260,7 @@ class WorkerSession:
 
     async def _receive(self, stream: MessageStream) -> None:
         while (message := await stream.receive()) is not None:
-            self._last_received_at = self._clock()
+            self._last_received_at = self._listening.at(self._clock())
             if isinstance(message, HeartbeatAck):
                 continue
             if isinstance(message, ReleaseRecords):
@@ -272,17 +273,14 @@ class WorkerSession:
     async def _watch_lease(self) -> None:
         """Ends the stream when the coordinator has been silent for a lease: the other end may still consider it open,
         and wait. The sequences are kept for longer: a coordinator that stalled resumes them, and one that has
-        rescheduled them omits them at the next join. Acts on the second check of a silence, since a process that was
-        stopped must first read what arrived meanwhile."""
-        seen_silent = ended_at = abandoned_at = -1.0
+        rescheduled them omits them at the next join. A process that was stopped must first read what arrived meanwhile
+        (decision 0003)."""
+        ended_at = abandoned_at = -1.0
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
             silent_since = self._last_received_at
-            silent_s = self._clock() - silent_since
+            silent_s = self._listening.advance(self._clock()) - silent_since
             if silent_s <= self._lease_s:
-                continue
-            if seen_silent != silent_since:
-                seen_silent = silent_since
                 continue
             reason = "the coordinator was silent for {:g} s"
             if ended_at != silent_since:
