@@ -123,10 +123,10 @@ class Cluster:
         self._notify[choice.name] = notify
 
     @_ends_process
-    def end(self, choice: Choice, reason: str) -> None:
-        """Ends a choice of which the front needs no more output, and notifies both pools immediately. Raises as `admit`
-        does."""
-        self._execute(self.requests.end(choice, reason, time.monotonic()))
+    def end(self, choice: Choice, reason: str, *, answered: bool = False) -> None:
+        """Ends a choice of which the front needs no more output, and notifies both pools immediately. `answered`: its
+        answer is complete. Raises as `admit` does."""
+        self._execute(self.requests.end(choice, reason, time.monotonic(), answered=answered))
         self._execute([choice.notification])  # the other choices of its request may wait for its end
 
     @_ends_process

@@ -183,17 +183,17 @@ class Pipeline:
 
     async def _choice(self, submission: Submission, reader: Reader) -> AsyncGenerator[Delta, None]:
         choice = reader.choice
-        reason: str = "the client disconnected"
+        reason, answered = "the client disconnected", False
         # One timer for the whole choice, not one for each wait: there is a wait for every step.
         timer = asyncio.get_running_loop().call_later(choice.deadline_at - time.monotonic(), reader.expire)
         try:
             while not reader.done:
                 delta = await reader.next()
                 if reader.done:
-                    reason = "done"
+                    answered = True
                     # Before the yield, which waits for the client. Only a stop string still has to be reported to the
                     # workers: otherwise the journal has ended it.
-                    self._cluster.end(choice, "stop string" if isinstance(delta.stop_reason, str) else reason)
+                    self._cluster.end(choice, "stop string", answered=True)
                 yield delta
         except DeadlineExceeded:
             reason = ErrorCode.DEADLINE_EXCEEDED
@@ -204,7 +204,8 @@ class Pipeline:
         finally:
             timer.cancel()
             self._cluster.end(choice, reason)
-            record = self._recent.ended(choice, _outcome(choice, reason), time.monotonic())
+            outcome = _outcome(choice, None if answered else reason)
+            record = self._recent.ended(choice, outcome, time.monotonic())
             if self._tracing is not None:
                 self._tracing.ended(record, submission.traceparent)
 
@@ -339,13 +340,11 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
     )
 
 
-def _outcome(choice: Choice, reason: str) -> str:
-    """Returns how a choice ended, for its record; `reason` is why its reader stopped."""
+def _outcome(choice: Choice, reason: str | None) -> str:
+    """Returns how a choice ended, for its record; `reason` is why its reader stopped before the end of its answer."""
     if choice.error is not None:
         return choice.error.code
-    if reason == "done":
-        return choice.finish or "stop"
-    return reason
+    return choice.finish or "stop" if reason is None else reason
 
 
 async def merged(sources: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:

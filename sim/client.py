@@ -271,7 +271,7 @@ class _Choice:
     def _end(self, ended: str, error: BatonError | None = None) -> None:
         self._outcome.end(ended, self._client.loop.now, error)
         coordinator = self._client.coordinator
-        coordinator.execute(coordinator.requests.end(self.request, ended, coordinator.now))
+        coordinator.execute(coordinator.requests.end(self.request, ended, coordinator.now, answered=error is None))
         if self._index == 0:
             self._client.first_changed()  # Cluster.end
         self._client.choice_over(error)

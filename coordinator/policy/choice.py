@@ -140,9 +140,10 @@ class LostWorker(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The front needs no more output."""
+    """The front needs no more output: the answer is complete (`answered`), or its client no longer waits."""
 
     reason: str
+    answered: bool
 
 
 class Fail(NamedTuple):

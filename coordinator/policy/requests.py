@@ -55,7 +55,6 @@ from coordinator.policy.workers import WorkerTable
 QUEUED, PREFILL, HANDOVER, PARKED, DECODE, ENDED = Stage
 AT_WORKERS = PREFILL, HANDOVER, PARKED, DECODE
 WAITING = QUEUED, PARKED
-ANSWERED = "done", "stop string"  # why the front needs no more output of a complete answer
 TICK_S = 0.1  # between two calls of `Requests.tick`
 MAX_TIMES_PARKED = 30
 REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second parking, and its maximum; doubled with each
@@ -173,9 +172,10 @@ class Requests:
         self._no_deadline_before = min(self._no_deadline_before, choice.deadline_at)
         return choice, self._place(now)
 
-    def end(self, choice: Choice, reason: str, now: float) -> list[Action]:
-        """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
-        return [*handle(self.table, choice, Stop(reason), now), *self._place(now)]
+    def end(self, choice: Choice, reason: str, now: float, *, answered: bool = False) -> list[Action]:
+        """Ends a choice of which the front needs no more output, and notifies both pools immediately. `answered`: its
+        answer is complete."""
+        return [*handle(self.table, choice, Stop(reason, answered), now), *self._place(now)]
 
     def forget(self, choice: Choice) -> None:
         """Removes a choice, so that its id can be reused."""
@@ -429,9 +429,9 @@ class Requests:
         return []
 
     def _on_stop(self, choice: Choice, event: Stop, now: float) -> list[Action]:
-        if event.reason not in ANSWERED:
+        if not event.answered:
             self.prefilled.given_up(choice, "cancelled")
-        return self._end(choice, event.reason, now)
+        return self._end(choice, event.reason, now, answered=event.answered)
 
     def _on_fail(self, choice: Choice, event: Fail, now: float) -> list[Action]:
         return self._fail(choice, event.error, now)
@@ -551,11 +551,11 @@ class Requests:
         self.prefilled.given_up(choice, "failed")
         return [*self._end(choice, error.code, now), choice.notification]
 
-    def _end(self, choice: Choice, reason: str, now: float) -> list[Action]:
+    def _end(self, choice: Choice, reason: str, now: float, *, answered: bool = False) -> list[Action]:
         """Notifies both pools and frees what the choice held, without waiting for a slow client. An empty `reason`
         means that the workers already know that it has ended."""
         actions = self._withdraw(choice, reason, now)
-        if choice.finish is not None or reason in ANSWERED:
+        if choice.finish is not None or answered:
             self.losses.budget.completed()
         self.dispatcher.finish(choice)
         self._enter(choice, ENDED, now)

@@ -45,8 +45,8 @@ async def test_text_and_tokens_arrive_together_and_the_text_is_whole() -> None:
 async def test_stop_string_truncates_the_text_and_aborts_both_workers() -> None:
     async with bench("p0", "d0") as b:
         tokens = ids("Hello world")
-        reader = b.submit(max_tokens=50, stop=("lo wor",))
-        p, d = b.workers
+        reader, budget = b.submit(max_tokens=50, stop=("lo wor",)), b.requests.losses.budget
+        budget.tokens, (p, d) = 0.0, b.workers
         s = (await p.received(Prefill)).request.sequence_id
         p.report(s, 0, tokens[0])
         p.hand_over(s, "d0")
@@ -58,6 +58,7 @@ async def test_stop_string_truncates_the_text_and_aborts_both_workers() -> None:
         assert last.usage is not None and last.usage.completion_tokens == len(read) <= len(tokens)
         for worker in (p, d):
             assert (await worker.received(Abort)).sequence == s
+        assert budget.tokens > 0.0, "its answer is complete"
 
 
 async def test_text_of_a_sentencepiece_model_follows_the_prompt_with_its_space() -> None:
@@ -363,7 +364,7 @@ async def test_other_choices_are_woken_when_the_first_one_ends_before_it_decodes
         await until(lambda: first.tokens)
         other = asyncio.create_task(reader.changed())
         await asyncio.sleep(0)
-        b.cluster.end(first, "stop string")
+        b.cluster.end(first, "stop string", answered=True)
         await asyncio.wait_for(other, 3)
         assert first.ended
         b.cluster.forget(first)

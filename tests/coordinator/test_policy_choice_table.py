@@ -75,7 +75,7 @@ MESSAGES: dict[str, Deliver] = {
     "drain of d0": lambda d, c: d.lose("d0", drained=True),
     "ticks": lambda d, c: [d.tick() for _ in range(3)] and None,
     "deadline": lambda d, c: d.tick(1000.0),
-    "stop": lambda d, c: d.record(d.requests.end(c, "stop string", d.now)),
+    "stop": lambda d, c: d.record(d.requests.end(c, "stop string", d.now, answered=True)),
     "drain": lambda d, c: d.record(d.requests.drain(d.now)),
 }
 BEFORE: dict[str, Deliver] = {

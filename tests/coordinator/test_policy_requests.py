@@ -244,7 +244,7 @@ def test_tokens_computed_in_vain_are_counted_by_reason() -> None:
     waiting = d.submit("waiting")
     d.record(d.requests.end(waiting, "the client disconnected", d.now))
     stopped, _ = d.at(Stage.DECODE, "stopped")
-    d.record(d.requests.end(stopped, "stop string", d.now))
+    d.record(d.requests.end(stopped, "stop string", d.now, answered=True))
     assert d.requests.prefilled.tokens == 2 + 3 + 3
     assert d.requests.prefilled.wasted == {"cancelled": 3, "failed": 0, "rescheduled": 0}
     again, _ = d.at(Stage.DECODE, "again")
@@ -1004,7 +1004,7 @@ def test_the_drain_rate_is_measured_while_workers_lack_room_and_not_while_a_role
     for r in running[:3]:
         d.tick(0.5)
         if r.stage is Stage.PREFILL:
-            d.record(d.requests.end(r, "done", d.now))
+            d.record(d.requests.end(r, "stop string", d.now, answered=True))
     measured = rate.seconds(10)
     assert measured is not None
     d.lose("p0")

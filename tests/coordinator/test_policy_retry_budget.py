@@ -136,6 +136,6 @@ def test_complete_answers_are_counted_however_they_end() -> None:
         r, s = d.at(Stage.DECODE, max_tokens=3)
         if end == "finish":
             d.tokens("d0", s, 1, 6, 7)
-        d.record(d.requests.end(r, "done" if end == "finish" else end, d.now))
+        d.record(d.requests.end(r, end, d.now, answered="client" not in end))
         tokens = 0.0 if "client" in end else pytest.approx(TOKEN_RATIO)
         assert r.ended and d.requests.losses.budget.tokens == tokens, end

@@ -194,7 +194,7 @@ class WalkedChoice(Walk):
             choices.Placed: [choices.Placed()] if len(self.drive.requests) > 1 else [],
             choices.OfferDue: [choices.OfferDue()],
             choices.LostWorker: [choices.LostWorker(w, "silent", None, drained=False) for w in ("p0", "d0")],
-            choices.Stop: [choices.Stop("stop string")],
+            choices.Stop: [choices.Stop("stop string", answered) for answered in (False, True)],
             choices.Fail: [choices.Fail(Unavailable("draining"))],
         }
         return values[kind]
