@@ -13,7 +13,7 @@ from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import early_layers
 from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents
-from baton.core.handover import LinkHello, verify
+from baton.core.handover import ExpiredHandle, LinkHello, verify
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
@@ -240,8 +240,8 @@ class PrefillWorker:
                 )
         except StaleHandle as e:
             self.handles_refused += 1
-            expired = e.param == "expires_ms"  # handles are valid until the request's deadline
-            self.main_loop.report_ended(sequence, ErrorCode.DEADLINE_EXCEEDED if expired else e.tier_code, e.message)
+            code = ErrorCode.DEADLINE_EXCEEDED if isinstance(e, ExpiredHandle) else e.tier_code
+            self.main_loop.report_ended(sequence, code, e.message)
             return False
         return True
 

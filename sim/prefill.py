@@ -14,7 +14,7 @@ from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import early_layers
 from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents
-from baton.core.handover import verify
+from baton.core.handover import ExpiredHandle, verify
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
@@ -185,8 +185,8 @@ class PrefillTier:
                     now_ms=worker.run_clock_ms(),
                 )
         except StaleHandle as e:
-            expired = e.param == "expires_ms"
-            worker.report_ended(sequence, ErrorCode.DEADLINE_EXCEEDED if expired else e.tier_code, e.message)
+            code = ErrorCode.DEADLINE_EXCEEDED if isinstance(e, ExpiredHandle) else e.tier_code
+            worker.report_ended(sequence, code, e.message)
             return False
         return True
 

@@ -63,6 +63,10 @@ def sign(key: bytes, handle: Handle) -> Handle:
     return replace(handle, signature=_digest(key, handle))
 
 
+class ExpiredHandle(StaleHandle):
+    """Handles are valid until the deadline of their request."""
+
+
 def verify(
     key: bytes,
     handle: Handle,
@@ -78,7 +82,8 @@ def verify(
     `destination`: a restarted source cannot use old handles.
 
     Raises:
-        StaleHandle: forged, expired, or made for another sequence, source, destination or incarnation.
+        StaleHandle: forged, or made for another sequence, source, destination or incarnation.
+        ExpiredHandle: the deadline of its request has passed.
     """
     try:
         signed = hmac.compare_digest(_digest(key, handle), handle.signature)
@@ -96,7 +101,7 @@ def verify(
         if claimed != true:
             raise StaleHandle(f"the handle of {sequence} names another {name}: {claimed}, not {true}", param=name)
     if now_ms >= handle.expires_ms:
-        raise StaleHandle(f"the handle of {sequence} has expired", param="expires_ms")
+        raise ExpiredHandle(f"the handle of {sequence} has expired", param="expires_ms")
 
 
 class SpentHandles:
