@@ -31,13 +31,14 @@ from baton.runtime.frames import DropAdapter, Failed, Hello, Lost, RankHeartbeat
 
 log = logging.getLogger("baton.lockstep")
 
-RANK_FAILED = "rank_failed"
-"""The code of a RankLost whose rank reported why it ends."""
-
 _GOODBYE_S = 2.0
 _NO_STEP = -1
 
 OnLost = Callable[[RankLost], None]
+
+
+class RankFailed(RankLost):
+    """The other rank reported why it ends."""
 
 
 class Channel:
@@ -143,7 +144,7 @@ class Channel:
 
     def _take(self, peer: RankPeer, frame: Any) -> None:
         if isinstance(frame, Failed):
-            raise RankLost(f"{peer.name}: {frame.message}", code=RANK_FAILED)
+            raise RankFailed(f"{peer.name}: {frame.message}")
         if isinstance(frame, Lost):
             raise RankLost(f"{peer.name}: {frame.message}")
         if not isinstance(frame, RankHeartbeat):
@@ -198,7 +199,7 @@ class LeaderChannel(Channel):
 
     def report_loss(self, error: RankLost) -> None:
         """Reports to the other ranks which one was lost: they would only detect that this process ends."""
-        data = encode(Failed(error.message) if error.code == RANK_FAILED else Lost(error.message))
+        data = encode(Failed(error.message) if isinstance(error, RankFailed) else Lost(error.message))
         for peer in self._peers:
             peer.send_last(data)
 

@@ -23,7 +23,7 @@ from baton.core.errors import BatonError, InvariantError, RankLost, StartupError
 from baton.core.ranks import Ranks
 from baton.engine.device import choose_device
 from baton.engine.loading import OnStage, load_runner
-from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
+from baton.engine.lockstep import Channel, FollowerChannel, LeaderChannel, RankFailed
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import leave_exit_barrier, open_store
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
@@ -219,7 +219,7 @@ def _end_by_bug(channel: Channel, error: InvariantError) -> None:
 
 def _end(ranks: Ranks, error: RankLost) -> None:
     """Handles the loss of another rank: ends this process, whose worker will be restarted."""
-    if error.code == RANK_FAILED:
+    if isinstance(error, RankFailed):
         time.sleep(LAST_MESSAGE_S)
     record_error(error.message)
     print(f"{error_line(error)} (detected by rank {ranks.rank})", file=sys.stderr, flush=True)

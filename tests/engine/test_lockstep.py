@@ -18,7 +18,7 @@ from baton.core.plan_tables import PlanTables, ShortPlan
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, History, Row, StepOutcome, StepPlan
 from baton.engine import lockstep, rank_peer
-from baton.engine.lockstep import FollowerChannel, LeaderChannel
+from baton.engine.lockstep import FollowerChannel, LeaderChannel, RankFailed
 from baton.runtime import frames
 from baton.runtime.frames import Failed, Hello, encode
 from tests.support.dict_store import DictStore
@@ -324,6 +324,7 @@ def test_failing_rank_reports_its_reason(connect: Callable[..., Channels]) -> No
     assert made.await_lost(0, HANG_S) == "rank 1: tensor x holds NaN"
     made.leader.fail("rank 1: tensor x holds NaN")
     assert made.await_lost(2, HANG_S) == "the leader: rank 1: tensor x holds NaN"
+    assert isinstance(made.leader.lost, RankFailed) and isinstance(made.followers[1].lost, RankFailed)
     assert made.lost[1] == []
 
 
