@@ -41,7 +41,7 @@ from baton.core.events import GpuUsage, Load, StepEvents, in_parts
 from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S, MAX_LEASE_GAP_S, ListeningClock
 from baton.core.output_log import OutputLog, reconcile
 from baton.core.request import SequenceId
-from baton.runtime.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
+from baton.runtime.streams import LinkLost, MessageStream, dial
 from baton.runtime.tls import ClusterTls
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -136,10 +136,10 @@ class WorkerSession:
                 try:
                     ended = await self._one_session()
                     alone_since, logged_at = self._clock(), -math.inf
-                    if self._empty and ended == CLOSED_BY_PEER:
+                    if self._empty and ended.closed_by_peer:
                         self._left.set()
                         return
-                    log.warning("session with %s ended, reconnecting: %s", self._address, ended)
+                    log.warning("session with %s ended, reconnecting: %s", self._address, ended.ended)
                 except LinkLost as e:
                     if (now := self._clock()) - logged_at >= LOG_EVERY_S:
                         log.info("coordinator unreachable for %.0f s, retrying: %s", now - alone_since, e.message)
@@ -178,8 +178,8 @@ class WorkerSession:
             async with asyncio.timeout(timeout_s):
                 await self._left.wait()
 
-    async def _one_session(self) -> str:
-        """Runs one session to its end and returns why it ended."""
+    async def _one_session(self) -> MessageStream:
+        """Runs one session to its end and returns its stream, which has ended."""
         known = self._known()
         channel, stream, welcome = await dial(
             self._address,
@@ -209,7 +209,7 @@ class WorkerSession:
             self.connected, self._stream = False, None
             stream.end("closed locally")
             await channel.close()
-        return stream.ended or ""
+        return stream
 
     def _known(self) -> set[SequenceId]:
         return {*self._owner.sequence_ids(), *self.output_log.sequences()}

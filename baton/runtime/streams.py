@@ -38,7 +38,6 @@ FIRST_BYTES = 128 << 10
 MAX_CONNECTIONS = 4_096
 """Of one server; further connections are closed on arrival."""
 _large_messages = ThreadPoolExecutor(2, thread_name_prefix="large messages")  # a stream's heartbeats wait behind one
-CLOSED_BY_PEER = "closed by the peer"
 _BOTH_ENDS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -97,7 +96,8 @@ class MessageStream:
         self._writing = asyncio.Lock()
         self.peer = peer
         self.peer_role = peer_role
-        self.ended: str | None = None
+        self.ended: str | None = None  # the reason
+        self.closed_by_peer = False
 
     async def send(self, value: object, timeout_s: float = 5.0) -> None:
         """Writes one value.
@@ -130,7 +130,7 @@ class MessageStream:
             async with asyncio.timeout(timeout_s), self._writing:
                 await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError, TimeoutError) as e:
-            self.end(_reason(e))
+            self._break(e)
             raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}") from e
 
     async def receive(self, limit: int = MAX_MESSAGE_BYTES) -> Any | None:
@@ -158,12 +158,26 @@ class MessageStream:
         except DecodeError as e:
             raise InvalidRequest(f"{self.peer} sent an invalid message") from e
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError) as e:
-            self.end(_reason(e))
+            self._break(e)
             return None
         if message is grpc.aio.EOF:
-            self.end(CLOSED_BY_PEER)
+            self._closed()
             return None
         return codec.unwrap(message)
+
+    def _break(self, error: BaseException) -> None:
+        """Ends the stream by an error of gRPC."""
+        if isinstance(error, grpc.aio.InternalError):  # of a server's write: it names the operation, not the cause
+            self._closed()
+        elif isinstance(error, grpc.RpcError) and hasattr(error, "code"):
+            self.end(f"{error.code().name}: {error.details()}")
+        else:
+            self.end(str(error) or type(error).__name__)
+
+    def _closed(self) -> None:
+        if self.ended is None:
+            self.closed_by_peer = True
+            self.end("closed by the peer")
 
     def end(self, reason: str) -> None:
         if self.ended is None:
@@ -177,14 +191,6 @@ def seen(task: asyncio.Task[Any]) -> None:
     """Retrieves the error of a write whose sender was cancelled, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.InternalError):  # of a server's write: it names the operation, not the cause
-        return CLOSED_BY_PEER
-    if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__
 
 
 async def dial(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Collection
+from typing import NoReturn
 
 import pytest
 
@@ -90,7 +91,7 @@ async def test_a_new_run_of_the_coordinator_drops_all_sequences_and_output() -> 
 async def test_a_violated_invariant_ends_the_session_and_an_unexpected_message_only_this_connection() -> None:
     session, errors = WorkerSession("nowhere:1", Owner()), [ProtocolError("unexpected"), InvariantError("a bug")]
 
-    async def fails() -> str:
+    async def fails() -> NoReturn:
         raise errors.pop(0)
 
     session._one_session = fails  # type: ignore[method-assign]
@@ -107,9 +108,8 @@ async def test_a_violated_invariant_in_the_watch_for_silence_ends_the_session(mo
     async def fails() -> None:
         raise InvariantError("a bug")
 
-    async def waits() -> str:
+    async def waits() -> None:
         await asyncio.sleep(60.0)
-        return ""
 
     monkeypatch.setattr(session, "_watch_lease", fails)
     monkeypatch.setattr(session, "_one_session", waits)
@@ -148,7 +148,7 @@ async def test_a_worker_without_a_coordinator_logs_a_warning_every_30_seconds(ca
     caplog.set_level("INFO", "baton.session")
     session, tries = WorkerSession("nowhere:1", Owner()), 0
 
-    async def fails() -> str:
+    async def fails() -> NoReturn:
         nonlocal tries
         tries += 1
         raise LinkLost("no listener")

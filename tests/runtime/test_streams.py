@@ -246,6 +246,18 @@ async def test_a_dial_gives_up_a_handshake_without_a_reply(monkeypatch: pytest.M
         await dial_link(f"127.0.0.1:{silent.getsockname()[1]}", HELLO, 30.0)
 
 
+async def test_a_stream_says_whether_its_peer_closed_it() -> None:
+    async def greets(stream: MessageStream, hello: LinkHello) -> None:
+        await stream.send(WELCOME)
+
+    for handler, closed in ((greets, True), (never_reads, False)):
+        async with linked(handler) as stream:
+            if closed:
+                assert await stream.receive() is None
+            stream.end("closed locally")
+            assert stream.closed_by_peer is closed
+
+
 async def test_stopping_the_server_ends_the_stream() -> None:
     server, port = await serve_links("127.0.0.1", echo)
     link = await dial_link(f"127.0.0.1:{port}", HELLO, 2.0)
