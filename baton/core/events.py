@@ -97,7 +97,8 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """The worker is done with a sequence. `reason` is a finish reason, or "error" with a code and a message."""
+    """The worker is done with a sequence. If it failed, `code` and `message` say why. `reason` is for logs, and for
+    coordinators of older versions: a finish reason, "aborted", or "error" with a code."""
 
     sequence: SequenceId
     reason: str

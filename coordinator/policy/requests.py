@@ -398,7 +398,7 @@ class Requests:
     def _on_ended(self, choice: Choice, event: EndedBy, now: float) -> list[Action]:
         worker, ended = event
         choice.add_stamps(ended.stamps)
-        if ended.reason != "error":
+        if ended.code is None:
             if choice.finish is not None:
                 return []
             choice.deaths.append(f"{worker} (ended the request: {ended.reason})")

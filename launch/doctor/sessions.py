@@ -174,7 +174,7 @@ class CheckSessions:
             match event:
                 case HandedOver():
                     trial.handed_over(event)
-                case SequenceEnded(reason="length") if worker == trial.decode:
+                case SequenceEnded(code=None) if worker == trial.decode:
                     trial.decoded()
                 case SequenceEnded():
                     trial.fail(f"{worker}: {event.message or event.reason}")

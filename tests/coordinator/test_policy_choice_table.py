@@ -35,7 +35,13 @@ from tests.support.builders import bring_to
 
 FROM_WORKERS = PrefillTokens, DecodeTokens, HandedOverBy, ParkedBy, EndedBy
 EVENTS = (*FROM_WORKERS, LostWorker, Placed, OfferDue, Stop, Fail)
-CODES = ErrorCode.UNKNOWN_SEQUENCE, ErrorCode.ABANDONED, ErrorCode.KV_CORRUPT, ErrorCode.WORKER_LOST, None
+CODES = (
+    ErrorCode.UNKNOWN_SEQUENCE,
+    ErrorCode.ABANDONED,
+    ErrorCode.KV_CORRUPT,
+    ErrorCode.WORKER_LOST,
+    ErrorCode.INTERNAL_ERROR,
+)
 Deliver = Callable[[Drive, Choice], None]
 
 

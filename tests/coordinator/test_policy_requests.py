@@ -101,7 +101,7 @@ class Drive:
     def park(self, worker: str, sequence: SequenceId) -> None:
         self.events(worker, StepEvents(parked=(Parked(sequence, "all refused"),)))
 
-    def ended(self, worker: str, sequence: SequenceId, code: str = "", reason: str = "error") -> None:
+    def ended(self, worker: str, sequence: SequenceId, code: str = "", reason: str = "") -> None:
         ended = SequenceEnded(sequence, reason, ErrorCode(code) if code else None, "so it is")
         self.events(worker, StepEvents(ended=(ended,)))
 

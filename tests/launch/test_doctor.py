@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Drain, Prefill, Welcome
 from baton.core.errors import HandoffError, JoinRefused, StartupError
 from baton.core.events import HandedOver, Parked, SequenceEnded, StageStamps, StepEvents
@@ -115,7 +116,7 @@ async def test_failed_hand_over_has_the_reason_of_the_worker_that_reported_it(
             case "parked":
                 check.report(worker, parked=Parked(name, "no answer"))
             case "ended":
-                check.report(worker, ended=SequenceEnded(name, "error", None, "no answer"))
+                check.report(worker, ended=SequenceEnded(name, "error", ErrorCode.INTERNAL_ERROR, "no answer"))
             case "length":
                 check.report(worker, ended=SequenceEnded(name, "length"))
             case "session":
