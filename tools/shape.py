@@ -35,6 +35,8 @@ CODES_FILES = ("baton/core/codes.py", "coordinator/policy/codes.py")
 CODES = {code.value for code in (*ErrorCode, *PlacementCode)}
 OTHER_MEANINGS = {"draining", "aborted"}  # a worker's state in `/workers` and a finish reason
 ONLY_CODES = CODES - OTHER_MEANINGS
+COMPARED = {"code", "reason", "why", "param", "ended"}
+"""Names of codes, and of texts for people, which steer nothing."""
 FILLERS = {
     "found",
     "what",
@@ -158,12 +160,15 @@ def code_lines(source: str) -> int:
 
 def bare_codes(path: str, tree: ast.Module) -> list[int]:
     """Lines of a file with an error code as a string instead of a member of `ErrorCode` (between tiers) or
-    `PlacementCode`: any string that equals one, except words with other meanings; one that is compared with a `code`;
-    and in the workers every `code=`, where mypy would accept a misspelt one."""
+    `PlacementCode`: any string that equals one, except words with other meanings; a string, or a constant,
+    that is compared with a `code` or with a text for people; and in the workers every `code=`, where mypy would accept
+    a misspelt one."""
     lines = set()
     for node in nodes(tree, ast.Compare, ast.keyword, ast.Constant):
-        if isinstance(node, ast.Compare) and any(_is_code(side) for side in (node.left, *node.comparators)):
+        if isinstance(node, ast.Compare) and any(_name(side) in COMPARED for side in (node.left, *node.comparators)):
             lines |= {inner.lineno for inner in ast.walk(node) if _text(inner) is not None}  # type: ignore[attr-defined]
+            if isinstance(node.ops[0], ast.Eq | ast.NotEq) and any(_name(side).isupper() for side in node.comparators):
+                lines.add(node.lineno)
         elif isinstance(node, ast.keyword) and node.arg == "code" and (text := _text(node.value)) is not None:
             lines |= {node.value.lineno} if text in CODES or path.startswith(WORKERS) else set()
         elif _text(node) in ONLY_CODES:
@@ -171,10 +176,11 @@ def bare_codes(path: str, tree: ast.Module) -> list[int]:
     return sorted(lines)
 
 
-def _is_code(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Attribute | ast.Name) and (getattr(node, "attr", "") or getattr(node, "id", "")) == "code"
-    )
+def _name(node: ast.expr) -> str:
+    """The last part of a name; empty for another expression, or a member of an enum."""
+    if isinstance(node, ast.Attribute) and not node.attr.isupper():
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _text(node: ast.AST) -> str | None:

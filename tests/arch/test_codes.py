@@ -1,4 +1,4 @@
-"""Error codes are members of `ErrorCode`, or of `PlacementCode`: mypy sees a misspelt one."""
+"""Error codes are members of `ErrorCode`, or of `PlacementCode`: mypy sees a misspelt one. Texts steer nothing."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def test_no_product_file_has_an_error_code_as_a_bare_string() -> None:
         ("coordinator/a.py", 'ended.code == "unknown_sequnce"'),
         ("coordinator/a.py", 'ended.code in ("abandonned", x)'),
         ("coordinator/a.py", 'code != "draining"'),
+        ("coordinator/a.py", 'ended.reason != "error"'),
+        ("coordinator/a.py", 'event.reason in ("done", "stop string")'),
+        ("prefill/a.py", 'e.param == "expires_ms"'),
+        ("baton/a.py", "stream.ended == CLOSED_BY_PEER"),
+        ("baton/a.py", "error.code == RANK_FAILED"),
         ("coordinator/a.py", 'Unavailable("x", code="draining")'),
         ("coordinator/a.py", '{"kv_corrupt": KVCorrupt}'),
         ("coordinator/a.py", 'return "no worker is left", "no_decode_worker"'),
