@@ -62,7 +62,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model, self._slow_s, self._tenants = model, slow_s, frozenset(tenants)
         new: dict[str, Any] = {"registry": self._registry}
-        self.finished = Counter("baton_requests_finished", "choices that ended without error", ["finish_reason"], **new)
+        ended = "requests that ended without error: `length` if a choice was cut, else `stop`"
+        self.finished = Counter("baton_requests_finished", ended, ["finish_reason"], **new)
         for reason in get_args(FinishReason):  # a sum of series of which none exists yet is no number
             self.finished.labels(reason)
         self.failed = Counter("baton_requests_failed", "requests that ended with an error", ["code"], **new)
@@ -267,9 +268,9 @@ class Observed:
             per_token_s = (max(self._last.values()) - self._first) / per_choice
             metrics.per_token.observe(per_token_s)
         if error is None or len(self._reasons) == self._submission.n:  # after the last delta the reader may just close
-            for reason in self._reasons:
-                metrics.finished.labels(reason).inc()
-                if metrics.vllm is not None:
+            metrics.finished.labels("length" if "length" in self._reasons else "stop").inc()
+            if metrics.vllm is not None:
+                for reason in self._reasons:
                     metrics.vllm.ended.labels(reason).inc()
             outcome = "finished: " + ", ".join(dict.fromkeys(self._reasons))
             metrics.whole.observe(seconds)

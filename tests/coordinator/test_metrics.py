@@ -148,10 +148,11 @@ def test_cached_tokens_count_with_the_first_token_and_only_as_the_first_choice_h
     assert value(metrics, "baton_prompt_tokens_cached_total") == 4
 
 
-def test_choices_and_their_token_gaps_are_counted_separately(clock: Clock) -> None:
+def test_token_gaps_of_choices_are_counted_separately_and_their_request_once(clock: Clock) -> None:
     metrics = Metrics()
     play(metrics, clock, choices=3)
-    assert value(metrics, "baton_requests_finished_total", finish_reason="length") == 3
+    assert value(metrics, "baton_requests_finished_total", finish_reason="length") == 1
+    assert value(metrics, "baton_requests_finished_total", finish_reason="stop") == 0
     assert value(metrics, "baton_generated_tokens_total") == 9
     assert value(metrics, "baton_prompt_tokens_total") == 10 and value(metrics, "baton_prompt_tokens_cached_total") == 4
     assert value(metrics, "baton_inter_token_latency_seconds_count") == 6
