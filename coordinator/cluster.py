@@ -371,9 +371,9 @@ class Cluster:
         self._execute(self.requests.worker_joined(time.monotonic()))
 
     def _lost(self, worker: Worker, why: str) -> None:
-        before = self.requests.rescheduled
-        self._execute(self.requests.on_worker_lost(worker.worker_id, why, time.monotonic(), drained=False))
-        moved = self.requests.rescheduled - before
+        actions = self.requests.on_worker_lost(worker.worker_id, why, time.monotonic(), drained=False)
+        self._execute(actions)
+        moved = len({each.sequence.request_id for each in actions if isinstance(each, Rescheduled)})
         log.warning("%s worker %s is lost: %s; %d requests rescheduled", worker.role, worker.worker_id, why, moved)
 
     def _execute(self, actions: Iterable[Action]) -> None:

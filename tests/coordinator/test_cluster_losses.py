@@ -65,6 +65,22 @@ async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_are_resc
         await until(lambda: d0.abandoned, what="the silent worker to give up by itself")
 
 
+async def test_the_log_of_a_loss_counts_requests_and_not_their_choices(caplog: pytest.LogCaptureFixture) -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(n=2)
+        p, old, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
+        p.hand_over(s, "d0")
+        other = (await p.received(Prefill, 2)).request.sequence_id
+        p.report(other, 0, 5)
+        p.hand_over(other, "d0")
+        await until(lambda: b.in_flight(other).stage is Stage.DECODE)
+        old.wire.mute()
+        await b.add("d0", incarnation=2)
+        assert b.requests.rescheduled == 2 and "a new incarnation; 1 requests rescheduled" in caplog.text
+        reader.task.cancel()
+
+
 async def test_a_new_incarnation_replaces_the_old_one_and_takes_over_its_requests() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
