@@ -55,14 +55,14 @@ class ClusterMetrics(Collector):
         yield counter("baton_loop_stalls", "times the event loop was blocked for over 50 ms", value=own["loop_stalls"])
         longest = "the longest time that the event loop was blocked"
         yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)
-        again = "times a request was queued again, for example because its worker was lost"
-        yield counter("baton_requests_rescheduled", again, value=own["rescheduled"])
+        again = "times a choice was queued again, for example because its worker was lost"
+        yield counter("baton_choices_rescheduled", again, value=own["rescheduled"])
         budget = "how many more failures may make choices fail again with at most one new token, before none is retried"
         yield gauge("baton_retry_budget", budget, value=own["retry_budget"])
         again = "choices that were not retried because of that"
         yield counter("baton_retries_refused", again, value=own["retries_refused"])
         handed = "times parked KV was offered to another decode worker"
-        yield counter("baton_requests_reassigned", handed, value=own["reassigned"])
+        yield counter("baton_choices_reassigned", handed, value=own["reassigned"])
         yield gauge("baton_ready", "1 while `/ready` is 200", value=float(own["ready"]))
         missing = "1 for a role that is needed and has no ready worker"
         role_missing = gauge("baton_role_missing", missing, labels=["role"])

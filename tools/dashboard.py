@@ -150,7 +150,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             "Per second: KV offered to another decode worker, chunks sent again, links refused.",
             {
-                "reassigned": rate("baton_requests_reassigned_total"),
+                "reassigned": rate("baton_choices_reassigned_total"),
                 "chunks resent": rate("baton_worker_chunks_resent_total"),
                 "links refused": rate("baton_worker_links_refused_total"),
             },
@@ -181,7 +181,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Per second: preempted for want of blocks; queued again, because a worker was lost.",
             {
                 "preempted": rate("baton_worker_preemptions_total"),
-                "rescheduled": rate("baton_requests_rescheduled_total"),
+                "rescheduled": rate("baton_choices_rescheduled_total"),
             },
         ),
     ),
