@@ -149,7 +149,7 @@ class Quotas:
         limit = limits.requests_at_once
         if limit and (excess := account.running + min(choices, limit) - limit) > 0:
             account.measure(limit, now)
-            message = f"this API key is limited to {limit} concurrent requests"
+            message = f"this API key is limited to {limit} concurrent requests, counting each choice"
             raise QuotaExceeded(message, retry_after_s=account.ends.retry_after_s(excess))
         for bucket, required, limit, counted in (
             (account.requests, 1.0, limits.requests_per_minute, "requests"),
@@ -170,7 +170,7 @@ class Quotas:
         account.running -= choices
         account.measure(client.limits.requests_at_once, now, choices)
         if account.running < 0:
-            raise InvariantError(f"more requests of {client.key} ended than began")
+            raise InvariantError(f"more choices of {client.key} ended than began")
 
     def charge(self, client: Client, tokens: int, now: float) -> None:
         """Charges the tokens that an admitted request, or a part of it, used."""

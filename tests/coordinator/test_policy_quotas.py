@@ -30,7 +30,7 @@ def test_concurrent_requests_are_limited() -> None:
     quotas, who = Quotas(), client(requests_at_once=2)
     quotas.admit(who, 0.0)
     quotas.admit(who, 0.0)
-    assert "2 concurrent requests" in refused(quotas, who, 0.0).message
+    assert "2 concurrent requests, counting each choice" in refused(quotas, who, 0.0).message
     quotas.ended(who, 0.0)
     quotas.admit(who, 0.0)
     quotas.admit(Client("other", limits=who.limits), 0.0)
