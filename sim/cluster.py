@@ -34,9 +34,9 @@ from sim.costs import Costs, RandomCosts
 from sim.decode import DecodeTier
 from sim.engine import VOCABULARY, Engine, HashModel
 from sim.loop import Loop, Trace
-from sim.network import Network, NetworkFaults
+from sim.network import Network, NetworkFaults, NetworkProcess
 from sim.prefill import PrefillTier
-from sim.process import Clock, Process
+from sim.process import Clock
 from sim.worker import DRAINED, ChunkFaults, Timeouts, Worker
 
 LAYERS = (LayerKV(2, 8, "float32"), LayerKV(2, 8, "float32"))
@@ -255,7 +255,7 @@ class Cluster:
             self.coordinator = self._start_coordinator()
             self.loop.note("start", self.coordinator)
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[NetworkProcess]:
         return [self.coordinator, *self.workers.values()]
 
     # Clients.

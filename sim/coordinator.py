@@ -46,8 +46,8 @@ from coordinator.policy.requests import TICK_S, Requests
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 from sim.loop import Loop
-from sim.network import End, Network
-from sim.process import Clock, Process
+from sim.network import End, Network, NetworkProcess
+from sim.process import Clock
 from sim.worker import COORDINATOR
 
 
@@ -65,7 +65,7 @@ class CoordinatorOptions:
     """What its retry budget begins with."""
 
 
-class Coordinator(Process):
+class Coordinator(NetworkProcess):
     """What coordinator/cluster.py does. `readers` are called when their choice has something to read."""
 
     def __init__(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sim.loop import Loop, Timer, cancel
-from sim.process import Process
+from sim.process import Clock, Process
 
 
 @dataclass(slots=True)
@@ -39,6 +39,25 @@ class Counters:
     dials_failed: int = 0
 
 
+class NetworkProcess(Process):
+    """A process with streams."""
+
+    def __init__(self, loop: Loop, name: str, incarnation: int, clock: Clock) -> None:
+        super().__init__(loop, name, incarnation, clock)
+        self.ends: dict[End, None] = {}  # of its streams; ordered, which a set is not
+
+    def accept(self, end: End, first: Any) -> None:
+        """Handles a stream that was dialled to this process; `first` is its first message."""
+        end.close(f"{self.name} accepts no streams")
+
+    def die(self, *, silently: bool = False) -> None:
+        """Ends the process; its kernel closes its streams. `silently`: as a host that loses power."""
+        super().die()
+        for end in list(self.ends):
+            end.process_died(silently)
+        self.ends.clear()
+
+
 class End:
     """One end of a stream. `on_message` and `on_end` are called until it is closed."""
 
@@ -55,7 +74,7 @@ class End:
         "process",
     )
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: Network, process: NetworkProcess) -> None:
         self._network, self.process = network, process
         self.peer: End = self
         self.open = True
@@ -152,11 +171,11 @@ class Network:
         """`message_s` returns the seconds that one message takes."""
         self.loop, self.faults, self.counters = loop, faults or NetworkFaults(), Counters()
         self._message_s = message_s
-        self._listeners: dict[str, Process] = {}
+        self._listeners: dict[str, NetworkProcess] = {}
         # The directions that are partitioned, with what waits there.
         self._waiting: dict[tuple[str, str], list[tuple[Callable[..., object], tuple[Any, ...]]]] = {}
 
-    def listen(self, process: Process) -> None:
+    def listen(self, process: NetworkProcess) -> None:
         self._listeners[process.name] = process
 
     def connected(self, source: str, to: str) -> bool:
@@ -178,7 +197,7 @@ class Network:
 
     def dial(
         self,
-        process: Process,
+        process: NetworkProcess,
         to: str,
         first: Any,
         timeout_s: float,

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sim.loop import Loop, Timer
-
-if TYPE_CHECKING:
-    from sim.network import End
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,6 @@ class Process:
     def __init__(self, loop: Loop, name: str, incarnation: int, clock: Clock) -> None:
         self.loop, self.name, self.incarnation, self.clock = loop, name, incarnation, clock
         self.alive, self.paused = True, False
-        self.ends: dict[End, None] = {}  # of its streams; ordered, which a set is not
         # What is to happen when it continues.
         self._postponed: list[tuple[bool, Callable[..., object], tuple[Any, ...]]] = []
 
@@ -63,10 +59,6 @@ class Process:
         elif self.alive:
             act(*args)
 
-    def accept(self, end: End, first: Any) -> None:
-        """Handles a stream that was dialled to this process; `first` is its first message."""
-        end.close(f"{self.name} accepts no streams")
-
     def pause(self) -> None:
         self.paused = True
 
@@ -83,10 +75,7 @@ class Process:
             act(*args)
         self._postponed = [*arrived, *due, *self._postponed]
 
-    def die(self, *, silently: bool = False) -> None:
-        """Ends the process as kill -9 does: its kernel closes its streams. `silently`: as a host that loses power."""
+    def die(self) -> None:
+        """Ends the process as kill -9 does."""
         self.alive, self.paused = False, False
         self._postponed = []
-        for end in list(self.ends):
-            end.process_died(silently)
-        self.ends.clear()

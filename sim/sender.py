@@ -10,11 +10,13 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import Target
+from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError, HandoffError, InvariantError
+from baton.core.events import HandedOver, Parked
 from baton.core.handover import Accept, Chunk, Offer, Refuse
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.core.sequence import Sequence
@@ -42,10 +44,9 @@ from prefill.handover import (
     TargetFailed,
 )
 from sim.decode import STAGING_BYTES
+from sim.engine import Engine
 from sim.sending_link import SendingLink
-
-if TYPE_CHECKING:
-    from sim.prefill import PrefillTier
+from sim.worker import Worker
 
 SECTION_BYTES, MAX_CHUNK_TOKENS = 1, 12
 
@@ -85,16 +86,33 @@ class ChunkSend:
     intact: dict[EdgeKey, bool] = field(default_factory=dict)
 
 
+class SendingTier(Protocol):
+    """What a sender needs of its tier."""
+
+    worker: Worker
+    engine: Engine
+    facts: Compatibility
+    tensor_parallel: int
+
+    def parked(self, event: Parked) -> None: ...
+
+    def handed_over(self, event: HandedOver, sequence: Sequence) -> None: ...
+
+    def hand_over_ended(self, sequence: Sequence) -> None: ...
+
+    def hand_over_failed(self, sequence: Sequence, error: BatonError) -> None: ...
+
+
 class Sender:
     """All hand-overs of a worker, its links, and the latest offers."""
 
-    def __init__(self, tier: PrefillTier) -> None:
+    def __init__(self, tier: SendingTier) -> None:
         self.tier, self.worker = tier, tier.worker
         self.runs: dict[Sequence, Run] = {}
         self.links: dict[tuple[str, int], SendingLink] = {}
         self.counters = SendCounters()
-        self.generations = itertools.count(1)
         self.offered: deque[tuple[SendingLink, Offer]] = deque(maxlen=8)
+        self._generations = itertools.count(1)
         self._limits = ChunkLimits(tier.facts.layout, SECTION_BYTES, MAX_CHUNK_TOKENS, STAGING_BYTES)
 
     # From the worker.
@@ -185,7 +203,9 @@ class Sender:
         key = target.worker_id, target.incarnation
         link = self.links.get(key)
         if link is None or link.lost is not None:
-            link = self.links[key] = SendingLink(self, target)
+            tier = self.tier
+            ours = tier.engine, tier.facts, tier.tensor_parallel
+            link = self.links[key] = SendingLink(self.worker, target, *ours, self._generations)
         link.when_open(opened)
 
     def _dialled(self, run: Run, wait: int, link: SendingLink | BatonError) -> None:
@@ -223,7 +243,7 @@ class Sender:
         if link.lost is not None:
             self._target_failed(run, link.lost_error())
             return
-        link.acquire(run, lambda: self._holds_edges(run, link, wait))
+        link.acquire(run, lambda: self._holds_edges(run, link, wait), lambda error: self._target_failed(run, error))
 
     def _holds_edges(self, run: Run, link: SendingLink, wait: int) -> None:
         if run.waits != wait:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import Target
+from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError, Unavailable
 from baton.core.handover import (
@@ -29,32 +30,38 @@ from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from prefill.handover import Wire
 from sim.decode import DecodeTier, Edge
+from sim.engine import Engine
 from sim.loop import Timer, cancel
 from sim.network import End
 from sim.worker import Worker
 
-if TYPE_CHECKING:
-    from sim.sender import Run, Sender
-
 
 class SendingLink:
-    """A link at its prefill worker (prefill/link.py)."""
+    """A link at its prefill worker (prefill/link.py). `generations` numbers the edges of all links of the worker."""
 
-    def __init__(self, sender: Sender, target: Target) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        target: Target,
+        engine: Engine,
+        facts: Compatibility,
+        tensor_parallel: int,
+        generations: Iterator[int],
+    ) -> None:
         self.name = target.worker_id
         self.lost: str | None = None
         self.edges: dict[EdgeKey, Edge] = {}
         self.wire: Wire
-        self._sender, self._worker = sender, sender.worker
+        self._worker, self._engine, self._facts = worker, engine, facts
+        self._tensor_parallel, self._generations = tensor_parallel, generations
         self._end: End | None = None
         self._opening: list[Callable[[SendingLink | BatonError], None]] = []
         # For replies, by what they are to.
         self._waiting: dict[tuple[object, ...], tuple[Callable[[Any], None], Timer | None]] = {}
-        # Whether a hand-over has the edges, and those that wait for them.
+        # Whether a hand-over has the edges, and those that wait for them, with what is called.
         self._held = False
-        self._queue: deque[tuple[Run, Callable[[], None]]] = deque()
-        tier, worker = sender.tier, sender.worker
-        hello = LinkHello(worker.name, worker.incarnation, worker.run_id, tier.facts, tier.tensor_parallel)
+        self._queue: deque[tuple[object, Callable[[], None], Callable[[BatonError], None]]] = deque()
+        hello = LinkHello(worker.name, worker.incarnation, worker.run_id, facts, tensor_parallel)
         world = worker.world
         world.network.dial(worker, self.name, hello, world.timeouts.connect_s, self._opened, self._lost_at_dial)
 
@@ -73,8 +80,8 @@ class SendingLink:
             return
         if not isinstance(welcome, LinkWelcome):
             raise InvariantError(f"{self._worker}: the reply to a hello is {welcome!r}")
-        layout = self._sender.tier.facts.layout
-        plans = reshard_layout(layout, self._sender.tier.tensor_parallel, welcome.tensor_parallel)
+        layout = self._facts.layout
+        plans = reshard_layout(layout, self._tensor_parallel, welcome.tensor_parallel)
         self.wire = Wire(plans, layout, welcome.staging_bytes)
         self._end, end.on_message, end.on_end = end, self._resolve, self._ended
         if self._worker.world.timeouts.watched:
@@ -119,8 +126,8 @@ class SendingLink:
         for key in list(self.edges):
             self.fail_edge(key, reason)
         queue, self._queue = self._queue, deque()
-        for run, _ in queue:
-            self._sender._target_failed(run, self.lost_error())
+        for _, _, failed in queue:
+            failed(self.lost_error())
 
     # Replies.
 
@@ -175,25 +182,26 @@ class SendingLink:
 
     # Edges.
 
-    def acquire(self, run: Run, granted: Callable[[], None]) -> None:
+    def acquire(self, holder: object, granted: Callable[[], None], failed: Callable[[BatonError], None]) -> None:
+        """Calls `granted` once `holder` has the edges, or `failed` if the link is lost before."""
         if self._held:
-            self._queue.append((run, granted))
+            self._queue.append((holder, granted, failed))
         else:
             self._held = True
             granted()
 
     def release(self) -> None:
         if self._queue:
-            _, granted = self._queue.popleft()
+            _, granted, _ = self._queue.popleft()
             self._worker.soon(granted)
         else:
             self._held = False
 
-    def withdraw(self, run: Run) -> None:
-        self._queue = deque(entry for entry in self._queue if entry[0] is not run)
+    def withdraw(self, holder: object) -> None:
+        self._queue = deque(entry for entry in self._queue if entry[0] is not holder)
 
     def open_edge(self, plan: EdgePlan, opened: Callable[[EdgeKey, BatonError | None], None]) -> None:
-        generation = next(self._sender.generations)
+        generation = next(self._generations)
 
         def answered(reply: Any) -> None:
             error = reply if isinstance(reply, BatonError) else None
@@ -262,7 +270,7 @@ class SendingLink:
                 worker.loop.note(worker, "edge fails", chunk.sequence, chunk.index)
                 fail("the connection of the edge broke")
                 return
-            payload = self._sender.tier.engine.pack(part_of(chunk, plan, block_ids), plan)
+            payload = self._engine.pack(part_of(chunk, plan, block_ids), plan)
             peer = self._peer()
             if peer is not None:
                 process, link = peer

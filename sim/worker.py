@@ -39,8 +39,8 @@ from baton.core.step import StepOutcome, StepPlan
 from sim.costs import Costs
 from sim.engine import Engine
 from sim.loop import Loop
-from sim.network import End, Network
-from sim.process import Clock, Process
+from sim.network import End, Network, NetworkProcess
+from sim.process import Clock
 
 COORDINATOR = "coordinator"
 DRAINED = "drained"  # why a worker exits that has drained
@@ -132,7 +132,7 @@ class Tier(Protocol):
         ...
 
 
-class Worker(Process):
+class Worker(NetworkProcess):
     """What WorkerLoop, WorkerSession and StepThread do; a tier has the rest."""
 
     def __init__(self, world: World, name: str, incarnation: int, clock: Clock, *, plan_ahead: bool = False) -> None:
