@@ -13,7 +13,7 @@ from typing import Protocol
 from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.request import GenerateRequest
 from coordinator.policy.choice import Choice, Stage
-from sim.coordinator import Coordinator
+from sim.coordinator import SimCoordinator
 from sim.engine import expected, expected_prompt_logprobs, expected_vector
 from sim.loop import Loop, Timer, cancel
 
@@ -34,7 +34,7 @@ class Behaviour:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ChoiceOutcome:
     """What a client received of one choice. `ended` is set once: "stop" or "length", "stop string", "error" with a
     code, "left" (the client disconnected) or "cut" (the coordinator died)."""
 
@@ -57,12 +57,12 @@ class Front(Protocol):
     """Where clients find the coordinator: another one after its restart."""
 
     loop: Loop
-    coordinator: Coordinator
+    coordinator: SimCoordinator
 
-    def client_ended(self, client: Client) -> None: ...
+    def client_ended(self, client: SimClient) -> None: ...
 
 
-class Client:
+class SimClient:
     """One request. `verify`: its tokens are those of `sim.engine.expected`. `on_end` is called at its end."""
 
     def __init__(
@@ -72,13 +72,13 @@ class Client:
         behaviour: Behaviour,
         *,
         verify: bool = True,
-        on_end: Callable[[Client], object] | None = None,
+        on_end: Callable[[SimClient], object] | None = None,
     ) -> None:
         self.request, self.behaviour = request, behaviour
         self.sent_at = front.loop.now
         self.admitted = False
-        self.outcomes = [Outcome() for _ in range(behaviour.choices)]
-        self.choices: list[_Choice | None] = [None] * behaviour.choices
+        self.outcomes = [ChoiceOutcome() for _ in range(behaviour.choices)]
+        self.choices: list[_ChoiceReader | None] = [None] * behaviour.choices
         self._front, self._loop, self._verify, self._on_end = front, front.loop, verify, on_end
         self._coordinator = front.coordinator
         self._left = behaviour.tries
@@ -122,7 +122,7 @@ class Client:
         else:
             self._end_all("error", error)
 
-    def _admit(self, coordinator: Coordinator) -> None:
+    def _admit(self, coordinator: SimCoordinator) -> None:
         self._waits = False
         if self._over:
             return
@@ -138,7 +138,7 @@ class Client:
             self._loop.later(self.behaviour.leaves_after_s, self.leave)
 
     def _add(self, index: int, r: Choice) -> None:
-        choice = self.choices[index] = _Choice(self, index, r)
+        choice = self.choices[index] = _ChoiceReader(self, index, r)
         self._coordinator.readers[r.name] = choice.notified
 
     def first_changed(self) -> None:
@@ -204,7 +204,7 @@ class Client:
         return self._verify
 
     @property
-    def coordinator(self) -> Coordinator:
+    def coordinator(self) -> SimCoordinator:
         return self._coordinator
 
     @property
@@ -212,10 +212,10 @@ class Client:
         return self._loop
 
 
-class _Choice:
+class _ChoiceReader:
     """The reader of one choice."""
 
-    def __init__(self, client: Client, index: int, request: Choice) -> None:
+    def __init__(self, client: SimClient, index: int, request: Choice) -> None:
         self.request = request
         self._client, self._index = client, index
         self._outcome = client.outcomes[index]

@@ -1,16 +1,16 @@
 """Assembles a simulated cluster: a coordinator, prefill and decode workers, and the network between them.
 
-    cluster = Cluster(ClusterOptions(prefill=4, decode=8), seed=1, costs=MyCosts(), trace=None)
+    cluster = SimCluster(SimClusterOptions(prefill=4, decode=8), seed=1, costs=MyCosts(), trace=None)
     cluster.send(request, at_s=0.5, on_end=record)     # any number, before or while it runs
     cluster.run(until_s=60.0)
 
 `costs` (`sim.costs.Costs`) determines how long steps, messages and transfers take; a caller with measurements passes
-its own. `engine` makes what a worker computes with (`sim.engine.Engine`): by default a model whose every token is
-checked, unless `verify=False`. Clients (`sim.client.Client`) have the times and tokens of their choices in `outcomes`.
-Without faults, pass `Timeouts(watched=False)`: peers then do not watch each other's silence.
+its own. `engine` makes what a worker computes with (`sim.engine.SimEngine`): by default a model whose every token is
+checked, unless `verify=False`. Clients (`sim.client.SimClient`) have the times and tokens of their choices in
+`outcomes`. Without faults, pass `Timeouts(watched=False)`: peers then do not watch each other's silence.
 
 A worker can be changed while the cluster runs: `kill`, `pause`, `restart`, `drain`; `start_worker` adds one. A worker
-that drains for another role goes on in it, with its blocks, as another `Worker`.
+that drains for another role goes on in it, with its blocks, as another `SimWorker`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from prefill.scheduler import PrefillScheduler
-from sim.client import Behaviour, Client
-from sim.coordinator import Coordinator, CoordinatorOptions
+from sim.client import Behaviour, SimClient
+from sim.coordinator import SimCoordinator, SimCoordinatorOptions
 from sim.costs import Costs, RandomCosts
 from sim.decode import DecodeTier
-from sim.engine import VOCABULARY, Engine, HashModel
+from sim.engine import VOCABULARY, HashModel, SimEngine
 from sim.loop import Loop, Trace
 from sim.network import Network, NetworkFaults, NetworkProcess
 from sim.prefill import PrefillTier
 from sim.process import Clock
-from sim.worker import DRAINED, ChunkFaults, Timeouts, Worker
+from sim.worker import DRAINED, ChunkFaults, SimWorker, Timeouts
 
 LAYERS = (LayerKV(2, 8, "float32"), LayerKV(2, 8, "float32"))
 
 
 @dataclass(frozen=True, slots=True)
-class PoolOptions:
+class SimPoolOptions:
     """One pool: its workers and the options of each, as in WorkerConfig. `draft_tokens`: None drafts adaptively, a
     number always so many."""
 
@@ -61,10 +61,10 @@ class PoolOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    prefill: PoolOptions = field(default_factory=PoolOptions)
-    decode: PoolOptions = field(default_factory=PoolOptions)
-    coordinator: CoordinatorOptions = field(default_factory=CoordinatorOptions)
+class SimClusterOptions:
+    prefill: SimPoolOptions = field(default_factory=SimPoolOptions)
+    decode: SimPoolOptions = field(default_factory=SimPoolOptions)
+    coordinator: SimCoordinatorOptions = field(default_factory=SimCoordinatorOptions)
     layers: tuple[LayerKV, ...] = LAYERS
     max_model_len: int = 1 << 20
     expected_output_tokens: float | None = None
@@ -74,21 +74,21 @@ class ClusterOptions:
     """After how long a supervisor has started a worker again that has ended."""
 
 
-MakeEngine = Callable[["Cluster", Role, KVLayout, PoolOptions], Engine]
+MakeEngine = Callable[["SimCluster", Role, KVLayout, SimPoolOptions], SimEngine]
 MakeClock = Callable[[Loop], Clock]
 
 
-def hash_model(cluster: Cluster, role: Role, layout: KVLayout, pool: PoolOptions) -> Engine:
+def hash_model(cluster: SimCluster, role: Role, layout: KVLayout, pool: SimPoolOptions) -> SimEngine:
     request_of, tensor_parallel = cluster.requests.__getitem__, pool.tensor_parallel
     return HashModel(layout, pool.blocks, request_of, cluster.predecessors, tensor_parallel=tensor_parallel)
 
 
-class Cluster:
+class SimCluster:
     """Processes, the network between them, and clients, in one loop."""
 
     def __init__(
         self,
-        options: ClusterOptions,
+        options: SimClusterOptions,
         seed: int,
         *,
         costs: Costs | None = None,
@@ -106,9 +106,9 @@ class Cluster:
         self.timeouts = timeouts or Timeouts()
         self.chunk_faults = chunk_faults or ChunkFaults()
         self.network = Network(loop, self.costs.message_s, network_faults)
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SimWorker] = {}
         """The latest incarnation of each."""
-        self.clients: list[Client] = []
+        self.clients: list[SimClient] = []
         self.running = 0
         """Clients that have not ended, and those still to begin."""
         self.requests: dict[str, GenerateRequest] = {}
@@ -132,15 +132,17 @@ class Cluster:
         self._incarnations[name] = self._incarnations.get(name, 0) + 1
         return self._incarnations[name]
 
-    def _start_coordinator(self) -> Coordinator:
+    def _start_coordinator(self) -> SimCoordinator:
         loop, options = self.loop, self.options.coordinator
         incarnation = self._next_incarnation("coordinator")
-        coordinator = Coordinator(loop, self.network, incarnation, self._make_clock(loop), options, verify=self.verify)
+        coordinator = SimCoordinator(
+            loop, self.network, incarnation, self._make_clock(loop), options, verify=self.verify
+        )
         if self.options.expected_output_tokens is not None:
             coordinator.requests.dispatcher.expectation.mean_tokens = self.options.expected_output_tokens
         return coordinator
 
-    def start_worker(self, name: str, previous: Worker | None = None) -> Worker:
+    def start_worker(self, name: str, previous: SimWorker | None = None) -> SimWorker:
         """Starts a worker, or the next incarnation of one; its role follows from the first letter of its name, or is
         the next one of `previous`, whose process, engine and blocks it has."""
         own: Role = "prefill" if name[0] == "p" else "decode"
@@ -169,7 +171,7 @@ class Cluster:
         )
         clock = self._make_clock(self.loop)
         plan_ahead = pool.plan_ahead and (role == "prefill" or pool.drafts == "none")
-        worker = Worker(self, name, self._next_incarnation(name), clock, plan_ahead=plan_ahead)
+        worker = SimWorker(self, name, self._next_incarnation(name), clock, plan_ahead=plan_ahead)
         engine = self._make_engine(self, role, layout, pool) if previous is None else previous.tier.engine
         if role == "prefill":
             scheduler = PrefillScheduler(
@@ -199,10 +201,10 @@ class Cluster:
         worker.start(tier)
         return worker
 
-    def _pool(self, role: Role) -> PoolOptions:
+    def _pool(self, role: Role) -> SimPoolOptions:
         return self.options.prefill if role == "prefill" else self.options.decode
 
-    def worker_exited(self, worker: Worker, why: str) -> None:
+    def worker_exited(self, worker: SimWorker, why: str) -> None:
         self.loop.note("exit", worker, why)
         if worker.alive and why == DRAINED and worker.next_role is not None:
             self.flips += 1
@@ -214,10 +216,10 @@ class Cluster:
             self._ended(worker)
             worker.die()
 
-    def poisoned(self, worker: Worker) -> None:
+    def poisoned(self, worker: SimWorker) -> None:
         self.loop.later(0.001, self._kill_incarnation, worker)
 
-    def _kill_incarnation(self, worker: Worker) -> None:
+    def _kill_incarnation(self, worker: SimWorker) -> None:
         if worker.alive:
             self.kill(worker.name)
 
@@ -230,7 +232,7 @@ class Cluster:
             self._ended(worker)
             worker.die(silently=silently)
 
-    def _ended(self, worker: Worker) -> None:
+    def _ended(self, worker: SimWorker) -> None:
         tier = worker.tier
         if isinstance(tier, DecodeTier):
             self.preemptions += tier.scheduler.preemptions
@@ -265,20 +267,22 @@ class Cluster:
         request: GenerateRequest,
         at_s: float = 0.0,
         behaviour: Behaviour = Behaviour(),  # noqa: B008 (frozen)
-        on_end: Callable[[Client], object] | None = None,
+        on_end: Callable[[SimClient], object] | None = None,
     ) -> None:
         """Sends a client's request at virtual time `at_s`, or now if that has passed."""
         self.requests[request.request_id] = request
         self.running += 1
         self.loop.at(max(at_s, self.loop.now), self._send, request, behaviour, on_end)
 
-    def _send(self, request: GenerateRequest, behaviour: Behaviour, on_end: Callable[[Client], object] | None) -> None:
-        client = Client(self, request, behaviour, verify=self.verify, on_end=on_end)
+    def _send(
+        self, request: GenerateRequest, behaviour: Behaviour, on_end: Callable[[SimClient], object] | None
+    ) -> None:
+        client = SimClient(self, request, behaviour, verify=self.verify, on_end=on_end)
         self.clients.append(client)
         self.loop.note("client", request.request_id, len(request.prompt), request.max_tokens)
         client.send()
 
-    def client_ended(self, client: Client) -> None:
+    def client_ended(self, client: SimClient) -> None:
         self.running -= 1
 
     def run(self, until_s: float, done: Callable[[], bool] | None = None) -> None:
@@ -328,7 +332,7 @@ class Cluster:
         )
 
 
-def _speculation(pool: PoolOptions, layout: KVLayout) -> Speculation:
+def _speculation(pool: SimPoolOptions, layout: KVLayout) -> Speculation:
     if pool.drafts == "none":
         return Speculation(None, pool.step_model())
     drafts = NgramDrafts() if pool.drafts == "ngram" else ModelDrafts(layout, pool.blocks, 1 << 20)

@@ -52,7 +52,7 @@ from sim.worker import COORDINATOR
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorOptions:
+class SimCoordinatorOptions:
     """As in CoordinatorConfig."""
 
     lease_s: float = 3.0
@@ -65,7 +65,7 @@ class CoordinatorOptions:
     """What its retry budget begins with."""
 
 
-class Coordinator(NetworkProcess):
+class SimCoordinator(NetworkProcess):
     """What coordinator/cluster.py does. `readers` are called when their choice has something to read."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Coordinator(NetworkProcess):
         network: Network,
         incarnation: int,
         clock: Clock,
-        options: CoordinatorOptions,
+        options: SimCoordinatorOptions,
         *,
         verify: bool = True,
     ) -> None:

@@ -1,4 +1,4 @@
-"""How long things take. A caller with measurements passes its own `Costs` (`sim.cluster.Cluster`)."""
+"""How long things take. A caller with measurements passes its own `Costs` (`sim.cluster.SimCluster`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A simulated decode worker: the product's scheduler and hand-over machine, and a thin model of what executes them.
 
-`DecodeTier` stands for decode/worker.py, `Receiver` and `ReceivingLink` for decode/receiver.py. Only this file and its
-counterparts, sim/prefill.py and sim/sender.py, know how those machines are driven.
+`DecodeTier` stands for decode/worker.py, `SimReceiver` and `SimReceivingLink` for decode/receiver.py. Only this file
+and its counterparts, sim/prefill.py and sim/sender.py, know how those machines are driven.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from decode.handover import (
     Reply,
 )
 from decode.scheduler import DecodeScheduler
-from sim.engine import Engine, Payload
+from sim.engine import Payload, SimEngine
 from sim.loop import Timer, cancel
 from sim.network import End
-from sim.worker import Worker
+from sim.worker import SimWorker
 
 STAGING_BYTES = 1 << 20
 STEP_TOKENS = 16
@@ -63,7 +63,12 @@ class DecodeTier:
     role: Role = "decode"
 
     def __init__(
-        self, worker: Worker, scheduler: DecodeScheduler, engine: Engine, facts: Compatibility, tensor_parallel: int = 1
+        self,
+        worker: SimWorker,
+        scheduler: DecodeScheduler,
+        engine: SimEngine,
+        facts: Compatibility,
+        tensor_parallel: int = 1,
     ) -> None:
         self.worker, self.scheduler, self.engine, self.facts = worker, scheduler, engine, facts
         self.tensor_parallel = tensor_parallel
@@ -73,7 +78,7 @@ class DecodeTier:
             worker.tombstones,
             Destination(worker.name, worker.incarnation, facts.layout, facts.vocab_size),
         )
-        self.receiver = Receiver(self)
+        self.receiver = SimReceiver(self)
         self._reported_gauges: tuple[int, ...] = ()
 
     # Called by the worker (decode/worker.py).
@@ -169,7 +174,7 @@ class DecodeTier:
         return Admission(self.worker.handle_key, self.worker.run_clock_ms(), self.worker.draining)
 
 
-class Edge:
+class SimEdge:
     """One end of an edge (baton/transfer/edge_endpoint.py): usable until it has failed once."""
 
     __slots__ = ("dead", "generation")
@@ -178,20 +183,20 @@ class Edge:
         self.generation, self.dead = generation, False
 
 
-class Receiver:
+class SimReceiver:
     """The links into a decode worker; `taking` chunks are being received over all of them."""
 
     def __init__(self, tier: DecodeTier) -> None:
         self.tier = tier
-        self.links: list[ReceivingLink] = []
-        self.by_end: dict[End, ReceivingLink] = {}
+        self.links: list[SimReceivingLink] = []
+        self.by_end: dict[End, SimReceivingLink] = {}
         self.taking = 0
 
     def serve(self, end: End, hello: LinkHello) -> None:
         peer = Peer(hello.prefill_worker, hello.prefill_incarnation, {})
         plans = reshard_layout(self.tier.facts.layout, hello.tensor_parallel, self.tier.tensor_parallel)
         peer.plans = {plan.key: plan for plan in plans}
-        link = ReceivingLink(self, end, peer)
+        link = SimReceivingLink(self, end, peer)
         self.links.append(link)
         self.by_end[end] = link
 
@@ -202,15 +207,15 @@ class Receiver:
                 by_peer[action.peer].send(action.message)
 
 
-class ReceivingLink:
+class SimReceivingLink:
     """One link from one prefill worker."""
 
-    def __init__(self, receiver: Receiver, end: End, peer: Peer) -> None:
+    def __init__(self, receiver: SimReceiver, end: End, peer: Peer) -> None:
         self.peer = peer
-        self.edges: dict[EdgeKey, Edge] = {}
+        self.edges: dict[EdgeKey, SimEdge] = {}
         self._receiver, self._tier, self._worker = receiver, receiver.tier, receiver.tier.worker
         self._end = end
-        self._taking: dict[EdgeKey, tuple[Chunk, Part, Edge, Timer]] = {}  # the chunk that each edge receives
+        self._taking: dict[EdgeKey, tuple[Chunk, Part, SimEdge, Timer]] = {}  # the chunk that each edge receives
         self._last_at = self._worker.now
         end.on_message, end.on_end = self._on, self._ended
         if self._worker.world.timeouts.watched:
@@ -228,7 +233,7 @@ class ReceivingLink:
             case EdgeOpen(prefill_rank, decode_rank, generation):
                 key = prefill_rank, decode_rank
                 self._edge_failed(key, "replaced")
-                self.edges[key] = Edge(generation)
+                self.edges[key] = SimEdge(generation)
                 self.send(EdgeReady(prefill_rank, decode_rank, generation))
             case Offer():
                 actions = machine.on_offer(self.peer, message, self._tier.admission(), worker.now)

@@ -30,7 +30,7 @@ Payload = list[list[int]]
 """For each token of a part the values of its layers and heads, in the order of the edge's slices."""
 
 
-class Engine(Protocol):
+class SimEngine(Protocol):
     """What a simulated worker computes steps with."""
 
     def step(self, plan: StepPlan) -> StepOutcome:

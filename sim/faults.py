@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from baton.core.commands import Role
-from sim.cluster import Cluster
+from sim.cluster import SimCluster
 from sim.process import Process
 
 KINDS = (
@@ -36,7 +36,7 @@ class FaultPlan:
 class Injector:
     """Injects faults, from its construction on until `stop`."""
 
-    def __init__(self, cluster: Cluster, plan: FaultPlan) -> None:
+    def __init__(self, cluster: SimCluster, plan: FaultPlan) -> None:
         self.counts: Counter[str] = Counter()
         self._cluster, self._plan, self._loop = cluster, plan, cluster.loop
         self._names, self._weights = list(plan.kinds), list(plan.kinds.values())

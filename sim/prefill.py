@@ -19,10 +19,10 @@ from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
 from prefill.scheduler import PrefillScheduler
-from sim.engine import Engine
+from sim.engine import SimEngine
 from sim.network import End
-from sim.sender import SECTION_BYTES, Sender
-from sim.worker import Worker
+from sim.sender import SECTION_BYTES, SimSender
+from sim.worker import SimWorker
 
 
 class PrefillTier:
@@ -32,15 +32,15 @@ class PrefillTier:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: SimWorker,
         scheduler: PrefillScheduler,
-        engine: Engine,
+        engine: SimEngine,
         facts: Compatibility,
         tensor_parallel: int = 1,
     ) -> None:
         self.worker, self.scheduler, self.engine, self.facts = worker, scheduler, engine, facts
         self.tensor_parallel = tensor_parallel
-        self.sender = Sender(self)
+        self.sender = SimSender(self)
 
     # Called by the worker.
 

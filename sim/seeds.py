@@ -20,8 +20,8 @@ from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParam
 from coordinator.policy.losses import MAX_TOKENS
 from coordinator.policy.split import Split
 from sim.client import RETRY_S, Behaviour
-from sim.cluster import LAYERS, Cluster, ClusterOptions, PoolOptions
-from sim.coordinator import CoordinatorOptions
+from sim.cluster import LAYERS, SimCluster, SimClusterOptions, SimPoolOptions
+from sim.coordinator import SimCoordinatorOptions
 from sim.costs import RandomCosts
 from sim.engine import EOS, VOCABULARY
 from sim.faults import KINDS, FaultPlan, Injector
@@ -98,7 +98,7 @@ def run_seed(seed: int, mode: Mode, *, window: int = 0, trace: Trace | None = No
     return result
 
 
-def _run(cluster: Cluster, injector: Injector, mode: Mode, faults_s: float) -> None:
+def _run(cluster: SimCluster, injector: Injector, mode: Mode, faults_s: float) -> None:
     checked = 0
 
     def over() -> bool:
@@ -131,7 +131,7 @@ def _run(cluster: Cluster, injector: Injector, mode: Mode, faults_s: float) -> N
     cluster.check_settled()
 
 
-def _probe(cluster: Cluster) -> None:
+def _probe(cluster: SimCluster) -> None:
     """Raises InvariantError unless the cluster serves again: as many requests as there are workers in a pool finish."""
     first, options = len(cluster.clients), cluster.options
     for number in range(max(options.prefill.workers, options.decode.workers)):
@@ -143,7 +143,7 @@ def _probe(cluster: Cluster) -> None:
             raise InvariantError(f"{client.request.request_id} did not finish: {client.outcomes[0]}")
 
 
-def _wait_until_settled(cluster: Cluster) -> None:
+def _wait_until_settled(cluster: SimCluster) -> None:
     """Runs until the cluster is settled and stays so. Raises InvariantError if that takes longer than QUIET_S."""
     limit_s = cluster.loop.now + QUIET_S
     while cluster.loop.now < limit_s:
@@ -154,7 +154,7 @@ def _wait_until_settled(cluster: Cluster) -> None:
     raise InvariantError(f"not settled at {cluster.loop.now:.1f} s: {[str(p) for p in cluster.processes()]}")
 
 
-def _check_outcomes(cluster: Cluster) -> None:
+def _check_outcomes(cluster: SimCluster) -> None:
     for client in cluster.clients:
         for outcome in client.outcomes:
             if not outcome.ended:
@@ -163,7 +163,7 @@ def _check_outcomes(cluster: Cluster) -> None:
                 raise InvariantError(f"{client.request.request_id} ended with {outcome.code}: {outcome.message}")
 
 
-def _check_bounds(cluster: Cluster) -> None:
+def _check_bounds(cluster: SimCluster) -> None:
     """Raises InvariantError if a queue grows beyond its limit."""
     limit = cluster.options.coordinator.max_queued_requests
     coordinator = cluster.coordinator
@@ -180,9 +180,9 @@ def _check_bounds(cluster: Cluster) -> None:
 LONGEST_DEADLINE_S, LONGEST_ARRIVAL_S, LONGEST_FAULT_S, NO_DEADLINE_S = 20.0, 3.0, 6.0, 1e6
 
 
-def make_cluster(draw: random.Random, trace: Trace | None, crowded: bool, window: int) -> Cluster:
+def make_cluster(draw: random.Random, trace: Trace | None, crowded: bool, window: int) -> SimCluster:
     """`crowded`: one small decode worker, whose sequences run out of blocks."""
-    prefill = PoolOptions(
+    prefill = SimPoolOptions(
         workers=draw.choice((1, 2, 2, 3)),
         blocks=draw.choice((20, 32, 64)),
         block_size=draw.choice((4, 4, 8)),
@@ -192,7 +192,7 @@ def make_cluster(draw: random.Random, trace: Trace | None, crowded: bool, window
         plan_ahead=draw.random() < 0.3,
     )
     drafts = draw.choice(("none", "none", "ngram", "model"))
-    decode = PoolOptions(
+    decode = SimPoolOptions(
         workers=1 if crowded else draw.choice((1, 2, 2, 3)),
         blocks=20 if crowded else draw.choice((20, 20, 32, 64)),
         block_size=4 if crowded else draw.choice((4, 4, 8)),
@@ -209,15 +209,15 @@ def make_cluster(draw: random.Random, trace: Trace | None, crowded: bool, window
         rate = 1.0 + (loop.random.random() * 2.0 - 1.0) * skew if skewed else 1.0
         return Clock(loop.random.random() * 1e5, rate)
 
-    coordinator = CoordinatorOptions(
+    coordinator = SimCoordinatorOptions(
         max_queued_requests=draw.choice((4, 1024)), hold_s=draw.choice((2.0, 30.0)), max_deaths=5
     )
     seed = draw.getrandbits(48)
     more = random.Random(seed)
     coordinator = replace(coordinator, split=more.choice(_SPLITS), retry_tokens=more.choice((0.0, 1.0, MAX_TOKENS)))
     layers = tuple(replace(layer, window=window) for layer in LAYERS)
-    cluster = Cluster(
-        ClusterOptions(prefill, decode, coordinator, layers, expected_output_tokens=1.0 if crowded else None),
+    cluster = SimCluster(
+        SimClusterOptions(prefill, decode, coordinator, layers, expected_output_tokens=1.0 if crowded else None),
         seed,
         clock=clock,
         timeouts=Timeouts(edge_s=draw.choice((1.0, 5.0)), connect_s=draw.choice((2.0, 10.0))),
@@ -280,7 +280,7 @@ def make_requests(draw: random.Random, mode: Mode, crowded: bool) -> list[tuple[
     return sends
 
 
-def make_faults(draw: random.Random, cluster: Cluster) -> FaultPlan:
+def make_faults(draw: random.Random, cluster: SimCluster) -> FaultPlan:
     """Enables a random subset of all faults."""
     kinds = {kind: draw.choice((1.0, 3.0)) for kind in KINDS if draw.random() < 0.4}
     if "kill coordinator" in kinds and draw.random() < 0.7:
@@ -299,13 +299,13 @@ def make_faults(draw: random.Random, cluster: Cluster) -> FaultPlan:
     return FaultPlan(kinds, every_s=draw.choice((0.3, 1.0, 2.0)), most_s=draw.choice((1.0, LONGEST_FAULT_S)))
 
 
-def poison(draw: random.Random, cluster: Cluster, requests: list[GenerateRequest]) -> None:
+def poison(draw: random.Random, cluster: SimCluster, requests: list[GenerateRequest]) -> None:
     """Now and then a request ends every worker in whose step it runs."""
     if draw.random() < 0.05:
         cluster.poison.add(draw.choice(requests).request_id)
 
 
-def _count(result: Result, cluster: Cluster, injector: Injector) -> None:
+def _count(result: Result, cluster: SimCluster, injector: Injector) -> None:
     result.virtual_s, result.events = cluster.loop.now, cluster.loop.executed
     for client in cluster.clients:
         for outcome in client.outcomes:

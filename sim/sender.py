@@ -1,6 +1,6 @@
 """The hand-overs of a simulated prefill worker: the product's machine of each, and a thin model of what executes it.
 
-`Sender` stands for prefill/sender.py, with callbacks where the product has a coroutine for each hand-over; its links
+`SimSender` stands for prefill/sender.py, with callbacks where the product has a coroutine for each hand-over; its links
 are in sim/sending_link.py. Staging memory is not modelled.
 """
 
@@ -44,26 +44,26 @@ from prefill.handover import (
     TargetFailed,
 )
 from sim.decode import STAGING_BYTES
-from sim.engine import Engine
-from sim.sending_link import SendingLink
-from sim.worker import Worker
+from sim.engine import SimEngine
+from sim.sending_link import SimSendingLink
+from sim.worker import SimWorker
 
 SECTION_BYTES, MAX_CHUNK_TOKENS = 1, 12
 
 
 @dataclass(eq=False)
-class Run:
+class HandOverRun:
     """The execution of one hand-over. `waits` numbers its waits: the reply to an earlier one has no effect. `sending`:
     the chunk that must be sent completely, even if the sequence is aborted."""
 
     over: HandOver
-    link: SendingLink | None = None
+    link: SimSendingLink | None = None
     waits: int = 0
     waits_for_step: bool = False
     sending: ChunkSend | None = None
 
     def __repr__(self) -> str:
-        return f"<Run {self.over!r}{' sending' * (self.sending is not None)}>"
+        return f"<HandOverRun {self.over!r}{' sending' * (self.sending is not None)}>"
 
     @property
     def ended(self) -> bool:
@@ -79,8 +79,8 @@ class Run:
 class ChunkSend:
     """A chunk on its edges, while it holds them: those that are not done, the first error, and the acknowledgements."""
 
-    run: Run
-    link: SendingLink
+    run: HandOverRun
+    link: SimSendingLink
     pending: set[EdgeKey] = field(default_factory=set)
     error: BatonError | None = None
     intact: dict[EdgeKey, bool] = field(default_factory=dict)
@@ -89,8 +89,8 @@ class ChunkSend:
 class SendingTier(Protocol):
     """What a sender needs of its tier."""
 
-    worker: Worker
-    engine: Engine
+    worker: SimWorker
+    engine: SimEngine
     facts: Compatibility
     tensor_parallel: int
 
@@ -103,15 +103,15 @@ class SendingTier(Protocol):
     def hand_over_failed(self, sequence: Sequence, error: BatonError) -> None: ...
 
 
-class Sender:
+class SimSender:
     """All hand-overs of a worker, its links, and the latest offers."""
 
     def __init__(self, tier: SendingTier) -> None:
         self.tier, self.worker = tier, tier.worker
-        self.runs: dict[Sequence, Run] = {}
-        self.links: dict[tuple[str, int], SendingLink] = {}
+        self.runs: dict[Sequence, HandOverRun] = {}
+        self.links: dict[tuple[str, int], SimSendingLink] = {}
         self.counters = SendCounters()
-        self.offered: deque[tuple[SendingLink, Offer]] = deque(maxlen=8)
+        self.offered: deque[tuple[SimSendingLink, Offer]] = deque(maxlen=8)
         self._generations = itertools.count(1)
         self._limits = ChunkLimits(tier.facts.layout, SECTION_BYTES, MAX_CHUNK_TOKENS, STAGING_BYTES)
 
@@ -121,7 +121,7 @@ class Sender:
         deadline_at = self.worker.now + sequence.request.deadline_s
         over = HandOver(sequence, tuple(targets), deadline_at, self._limits, self.counters)
         sequence.hand_over = over
-        self.runs[sequence] = Run(over)
+        self.runs[sequence] = HandOverRun(over)
 
     def start(self, sequence: Sequence) -> None:
         run = self.runs.get(sequence)
@@ -160,13 +160,13 @@ class Sender:
 
     # One hand-over.
 
-    def _over(self, run: Run) -> None:
+    def _over(self, run: HandOverRun) -> None:
         del self.runs[run.over.sequence]
         if run.link is not None:
             run.link.withdraw(run)
         self.tier.hand_over_ended(run.over.sequence)
 
-    def _execute(self, run: Run, actions: Iterable[Action]) -> None:
+    def _execute(self, run: HandOverRun, actions: Iterable[Action]) -> None:
         sequence = run.over.sequence
         for action in actions:
             match action:
@@ -194,21 +194,21 @@ class Sender:
                     if sequence in self.runs:
                         self._over(run)
 
-    def _target_failed(self, run: Run, error: BatonError) -> None:
+    def _target_failed(self, run: HandOverRun, error: BatonError) -> None:
         run.next_wait()
         self._execute(run, run.over.on(TargetFailed(error), self.worker.now))
 
-    def _link(self, target: Target, opened: Callable[[SendingLink | BatonError], None]) -> None:
+    def _link(self, target: Target, opened: Callable[[SimSendingLink | BatonError], None]) -> None:
         """Calls `opened` with the open link to a target, or the error; concurrent callers share one dial."""
         key = target.worker_id, target.incarnation
         link = self.links.get(key)
         if link is None or link.lost is not None:
             tier = self.tier
             ours = tier.engine, tier.facts, tier.tensor_parallel
-            link = self.links[key] = SendingLink(self.worker, target, *ours, self._generations)
+            link = self.links[key] = SimSendingLink(self.worker, target, *ours, self._generations)
         link.when_open(opened)
 
-    def _dialled(self, run: Run, wait: int, link: SendingLink | BatonError) -> None:
+    def _dialled(self, run: HandOverRun, wait: int, link: SimSendingLink | BatonError) -> None:
         if run.waits != wait:
             return
         if isinstance(link, BatonError):
@@ -217,7 +217,7 @@ class Sender:
         run.link = link
         self._execute(run, run.over.on(Connected(link.wire), self.worker.now))
 
-    def _offer(self, run: Run, link: SendingLink, offer: Offer) -> None:
+    def _offer(self, run: HandOverRun, link: SimSendingLink, offer: Offer) -> None:
         wait = run.next_wait()
 
         def answered(reply: Accept | Refuse | BatonError) -> None:
@@ -231,7 +231,7 @@ class Sender:
 
     # One chunk.
 
-    def _send(self, run: Run) -> None:
+    def _send(self, run: HandOverRun) -> None:
         """Waits for computed KV, then for the edges of the link, then sends all of it as one chunk."""
         link = run.link
         if link is None:
@@ -245,7 +245,7 @@ class Sender:
             return
         link.acquire(run, lambda: self._holds_edges(run, link, wait), lambda error: self._target_failed(run, error))
 
-    def _holds_edges(self, run: Run, link: SendingLink, wait: int) -> None:
+    def _holds_edges(self, run: HandOverRun, link: SimSendingLink, wait: int) -> None:
         if run.waits != wait:
             link.release()
             return

@@ -29,33 +29,33 @@ from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from prefill.handover import Wire
-from sim.decode import DecodeTier, Edge
-from sim.engine import Engine
+from sim.decode import DecodeTier, SimEdge
+from sim.engine import SimEngine
 from sim.loop import Timer, cancel
 from sim.network import End
-from sim.worker import Worker
+from sim.worker import SimWorker
 
 
-class SendingLink:
+class SimSendingLink:
     """A link at its prefill worker (prefill/link.py). `generations` numbers the edges of all links of the worker."""
 
     def __init__(
         self,
-        worker: Worker,
+        worker: SimWorker,
         target: Target,
-        engine: Engine,
+        engine: SimEngine,
         facts: Compatibility,
         tensor_parallel: int,
         generations: Iterator[int],
     ) -> None:
         self.name = target.worker_id
         self.lost: str | None = None
-        self.edges: dict[EdgeKey, Edge] = {}
+        self.edges: dict[EdgeKey, SimEdge] = {}
         self.wire: Wire
         self._worker, self._engine, self._facts = worker, engine, facts
         self._tensor_parallel, self._generations = tensor_parallel, generations
         self._end: End | None = None
-        self._opening: list[Callable[[SendingLink | BatonError], None]] = []
+        self._opening: list[Callable[[SimSendingLink | BatonError], None]] = []
         # For replies, by what they are to.
         self._waiting: dict[tuple[object, ...], tuple[Callable[[Any], None], Timer | None]] = {}
         # Whether a hand-over has the edges, and those that wait for them, with what is called.
@@ -67,7 +67,7 @@ class SendingLink:
 
     # The stream.
 
-    def when_open(self, opened: Callable[[SendingLink | BatonError], None]) -> None:
+    def when_open(self, opened: Callable[[SimSendingLink | BatonError], None]) -> None:
         if self._end is not None:
             self._worker.soon(opened, self)
         else:
@@ -214,7 +214,7 @@ class SendingLink:
         if self.lost is not None:
             self._worker.soon(opened, plan.key, self.lost_error())
             return
-        edge = self.edges[plan.key] = Edge(generation)
+        edge = self.edges[plan.key] = SimEdge(generation)
         message = EdgeOpen(plan.prefill_rank, plan.decode_rank, generation, f"{self._worker}/{generation}")
         edge_s = self._worker.world.timeouts.edge_s
         self.ask(message, ("edge", generation), edge_s, "reply to EdgeOpen", answered)
@@ -242,11 +242,11 @@ class SendingLink:
 
             self._worker.loop.later(self._worker.world.costs.message_s(), process.receives, notice)
 
-    def _peer(self) -> tuple[Worker, Any] | None:
+    def _peer(self) -> tuple[SimWorker, Any] | None:
         if self._end is None:
             return None
         process = self._end.peer.process
-        if not isinstance(process, Worker) or not isinstance(process.tier, DecodeTier):
+        if not isinstance(process, SimWorker) or not isinstance(process.tier, DecodeTier):
             return None
         link = process.tier.receiver.by_end.get(self._end.peer)
         return None if link is None else (process, link)

@@ -37,7 +37,7 @@ from baton.core.request import GenerateRequest, SequenceId
 from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.step import StepOutcome, StepPlan
 from sim.costs import Costs
-from sim.engine import Engine
+from sim.engine import SimEngine
 from sim.loop import Loop
 from sim.network import End, Network, NetworkProcess
 from sim.process import Clock
@@ -76,16 +76,16 @@ class World(Protocol):
     chunk_faults: ChunkFaults
     poison: set[str]
 
-    def worker_exited(self, worker: Worker, why: str) -> None:
+    def worker_exited(self, worker: SimWorker, why: str) -> None:
         """The worker's process has ended by itself; a supervisor may start another."""
         ...
 
-    def poisoned(self, worker: Worker) -> None:
+    def poisoned(self, worker: SimWorker) -> None:
         """A step runs that will kill the worker."""
         ...
 
 
-class Scheduler(Protocol):
+class SimScheduler(Protocol):
     @property
     def kept(self) -> KeptBlocks: ...
 
@@ -98,14 +98,14 @@ class Scheduler(Protocol):
     def check(self) -> None: ...
 
 
-class Tier(Protocol):
+class SimTier(Protocol):
     """As in baton/runtime/worker_loop.py."""
 
     role: Role
-    engine: Engine
+    engine: SimEngine
 
     @property
-    def scheduler(self) -> Scheduler: ...
+    def scheduler(self) -> SimScheduler: ...
 
     def join(self, run_id: str) -> Join: ...
 
@@ -132,7 +132,7 @@ class Tier(Protocol):
         ...
 
 
-class Worker(NetworkProcess):
+class SimWorker(NetworkProcess):
     """What WorkerLoop, WorkerSession and StepThread do; a tier has the rest."""
 
     def __init__(self, world: World, name: str, incarnation: int, clock: Clock, *, plan_ahead: bool = False) -> None:
@@ -145,7 +145,7 @@ class Worker(NetworkProcess):
         self.draining = False
         self.next_role: Role | None = None
         self.steps = 0
-        self.tier: Tier
+        self.tier: SimTier
         self._run_clock_ahead_ms = 0.0
         self._drain_until = math.inf
         # The session.
@@ -167,7 +167,7 @@ class Worker(NetworkProcess):
         self._waking = self._keeping_house = False
         self._sweep_at = self.now + SWEEP_S
 
-    def start(self, tier: Tier) -> None:
+    def start(self, tier: SimTier) -> None:
         self.tier = tier
         self.world.network.listen(self)
         self._dial()

@@ -15,7 +15,7 @@ from sim.scale.members import ClusterShape
 from sim.scale.planner import Size
 from sim.scale.replay import Replay
 from sim.scale.results import Outcome, Times
-from sim.scale.workers import PrefillWorker
+from sim.scale.workers import SimPrefillWorker
 from sim.stats import Slo
 from sim.trace import TraceRow
 
@@ -115,7 +115,7 @@ class _Simulated:
             if worker.name not in ready:
                 continue
             scheduler, counts = worker.scheduler, worker.counts
-            if isinstance(worker, PrefillWorker):
+            if isinstance(worker, SimPrefillWorker):
                 role, cached, rows, used = PREFILL, worker.cached, 0, 0
             else:
                 used = (scheduler.blocks.num_blocks - scheduler.blocks.num_free) * self.policy.decode.block_size

@@ -19,7 +19,7 @@ from sim.loop import Loop
 from sim.scale.costs import Calibration
 from sim.scale.host import Host
 from sim.scale.results import Measured
-from sim.scale.workers import DecodeWorker, Owner, PrefillWorker
+from sim.scale.workers import SimDecodeWorker, SimPrefillWorker, WorkerOwner
 
 FOREVER_S = 1e15
 
@@ -52,14 +52,14 @@ class Flipped(NamedTuple):
     cores: tuple[int, ...]
 
 
-class Members:
+class SimMembers:
     """The workers that have joined, by name, and the coordinator's table of them."""
 
     def __init__(
         self,
         shape: ClusterShape,
         loop: Loop,
-        owner: Owner,
+        owner: WorkerOwner,
         measured: Measured,
         host: Host | None,
         *,
@@ -67,8 +67,8 @@ class Members:
         fast: bool,
     ) -> None:
         self.table = WorkerTable(FOREVER_S)
-        self.prefill: dict[str, PrefillWorker] = {}
-        self.decode: dict[str, DecodeWorker] = {}
+        self.prefill: dict[str, SimPrefillWorker] = {}
+        self.decode: dict[str, SimDecodeWorker] = {}
         self.layout = _layout(shape.prefill)
         self._shape, self._loop, self._owner, self._measured, self._host = shape, loop, owner, measured, host
         self._prefix_cache, self._fast = prefix_cache, fast
@@ -76,7 +76,7 @@ class Members:
         self._since: dict[str, float] = {}  # when each was started
         self._left_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}  # of those that have left
 
-    def present(self) -> list[PrefillWorker | DecodeWorker]:
+    def present(self) -> list[SimPrefillWorker | SimDecodeWorker]:
         """Returns the workers that have joined and not left, prefill first."""
         return [*self.prefill.values(), *self.decode.values()]
 
@@ -98,11 +98,11 @@ class Members:
         of = known, self._loop, self._owner, calibration, self.layout, self._measured
         how: dict[str, Any] = {"prefix_cache": self._prefix_cache, "counted": self._fast and not self._prefix_cache}
         how |= {"host": self._host, "cores": flipped.cores, "kept": flipped.kept}
-        worker: PrefillWorker | DecodeWorker
+        worker: SimPrefillWorker | SimDecodeWorker
         if role == "prefill":
-            worker = self.prefill[name] = PrefillWorker(*of, **how)
+            worker = self.prefill[name] = SimPrefillWorker(*of, **how)
         else:
-            worker = self.decode[name] = DecodeWorker(*of, **how, at_once=self._fast)
+            worker = self.decode[name] = SimDecodeWorker(*of, **how, at_once=self._fast)
         cache = worker.scheduler.cache
         cache.restart_events()
         while cache.enabled and (events := cache.take_events()) is not None:
@@ -147,16 +147,16 @@ class Members:
             if known.next_role is None:
                 self.remove(known)
 
-    def remove(self, known: Worker) -> PrefillWorker | DecodeWorker | None:
+    def remove(self, known: Worker) -> SimPrefillWorker | SimDecodeWorker | None:
         """Removes and returns a worker; None while it has something to do."""
         role, name = known.role, known.worker_id
         worker = self.prefill[name] if role == "prefill" else self.decode[name]
-        if isinstance(worker, DecodeWorker):
+        if isinstance(worker, SimDecodeWorker):
             worker.interrupt()
         if known.running or known.backlog_tokens or not worker.idle:
             return None
         worker.scheduler.check_idle()
-        if isinstance(worker, DecodeWorker):
+        if isinstance(worker, SimDecodeWorker):
             self._measured.preemptions += worker.scheduler.preemptions
             del self.decode[name]
         else:

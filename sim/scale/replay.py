@@ -24,9 +24,9 @@ from coordinator.policy.pool import Worker
 from prefill.scheduler import Progress
 from sim.loop import Loop
 from sim.scale.host import Host, Thread
-from sim.scale.members import FOREVER_S, ClusterShape, Flipped, Members
+from sim.scale.members import FOREVER_S, ClusterShape, Flipped, SimMembers
 from sim.scale.results import Measured, Outcome, Times, summary
-from sim.scale.workers import TOKEN, DecodeWorker, PrefillWorker, Run
+from sim.scale.workers import TOKEN, SimDecodeWorker, SimPrefillWorker, StepRun
 from sim.stats import Slo
 from sim.trace import TRACE_BLOCK, TraceRow
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _ReplayJob:
     """One request: `prefill` while it is placed; `sent` are the tokens whose KV is on its way, or there, and `computed`
     those that prefill has."""
 
@@ -45,8 +45,8 @@ class _Job:
     request: GenerateRequest
     times: Times
     client: int
-    prefill: PrefillWorker | None = None
-    decode: DecodeWorker | None = None
+    prefill: SimPrefillWorker | None = None
+    decode: SimDecodeWorker | None = None
     offered: bool = False
     sent: int = 0
     computed: int = 0
@@ -68,12 +68,14 @@ class Replay:
         self._front = Thread(self.loop, host, shape.front_cores)
         self._client = Thread(self.loop, host, shape.front_cores)
         self._threads = host is not None
-        self.members = Members(*(shape, self.loop, self, self.measured, host), prefix_cache=self._prefixes, fast=fast)
+        self.members = SimMembers(
+            *(shape, self.loop, self, self.measured, host), prefix_cache=self._prefixes, fast=fast
+        )
         self.table, self._prefill, self._decode = self.members.table, self.members.prefill, self.members.decode
         self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens, shape.split)
         self.dispatcher.stream_weight = shape.stream_weight
-        self._jobs: dict[str, _Job] = {}  # by request id: each has one choice
-        self._parked: list[_Job] = []
+        self._jobs: dict[str, _ReplayJob] = {}  # by request id: each has one choice
+        self._parked: list[_ReplayJob] = []
         self._links: dict[tuple[str, str], float] = {}  # that may be busy, until when
         self.compares_costs = shape.split == "auto"  # else nothing compares the costs of prompts
         cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
@@ -146,14 +148,14 @@ class Replay:
         flipped = Flipped(worker.name, known.incarnation + 1, worker.scheduler.kept, worker.core.cores)
         self.loop.later(takes_s, self._joined, role, self.loop.now, flipped)
 
-    def _gives_back(self, known: Worker, job: _Job) -> bool:
+    def _gives_back(self, known: Worker, job: _ReplayJob) -> bool:
         """Whether a request is queued again as a worker leaves: unless its KV is on its way, which takes no time to
         speak of."""
         if job.choice.prefill is known and job in self._parked:
             return True
         return job.choice.runs_at(known.worker_id) and job.choice.stage in (Stage.PREFILL, Stage.DECODE)
 
-    def _reschedule(self, job: _Job) -> None:
+    def _reschedule(self, job: _ReplayJob) -> None:
         """Queues a request again, with its output so far; later events of the present attempt find the old job."""
         choice, times = job.choice, job.times
         for worker in (job.prefill, job.decode):
@@ -168,7 +170,7 @@ class Replay:
         self.dispatcher.enqueue(choice)
         times.placed_at = times.started_at = times.prefilled_at = times.received_at = times.running_at = 0.0
         request = replace(choice.request, attempt=choice.attempt)
-        again = _Job(choice, request, times, job.client, last_token_at=job.last_token_at)
+        again = _ReplayJob(choice, request, times, job.client, last_token_at=job.last_token_at)
         self._jobs[choice.request.request_id] = again
         self.measured.rescheduled += 1
 
@@ -197,7 +199,7 @@ class Replay:
         )
         times = Times(self.loop.now, row.input_len, max(1, row.output_len))
         self.measured.times.append(times)
-        job = _Job(Choice(request, number, self.loop.now, FOREVER_S), request, times, client)
+        job = _ReplayJob(Choice(request, number, self.loop.now, FOREVER_S), request, times, client)
         front = self.shape.prefill.front
         admit_s, half_s = front.admit_cpu_s(row.input_len), front.client_request_cpu_s / 2
         if not self._threads:
@@ -226,7 +228,7 @@ class Replay:
 
     # The coordinator.
 
-    def _admit(self, job: _Job) -> None:
+    def _admit(self, job: _ReplayJob) -> None:
         request, times = job.request, job.times
         times.admitted_at = self.loop.now
         job.choice.prefix = self._prefix(request)
@@ -274,22 +276,22 @@ class Replay:
     def decode_is_full(self) -> bool:
         return bool(self.dispatcher.num_queued) and self.dispatcher.role_without_room == "decode"
 
-    def _move(self, job: _Job, stage: Stage) -> None:
+    def _move(self, job: _ReplayJob, stage: Stage) -> None:
         job.choice.enter(stage, self.loop.now)
         self.dispatcher.hold(job.choice)
 
-    def _job(self, sequence: SequenceId) -> _Job:
+    def _job(self, sequence: SequenceId) -> _ReplayJob:
         return self._jobs[sequence.request_id]
 
     # Prefill workers report.
 
-    def began(self, worker: PrefillWorker, sequence: SequenceId) -> None:
+    def began(self, worker: SimPrefillWorker, sequence: SequenceId) -> None:
         job = self._job(sequence)
         job.times.started_at = self.loop.now
         if job.choice.targets:
             self._offer(job)
 
-    def progressed(self, worker: PrefillWorker, progress: Progress) -> None:
+    def progressed(self, worker: SimPrefillWorker, progress: Progress) -> None:
         job = self._job(progress.sequence_id)
         job.computed, job.times.cached = progress.computed, progress.cached
         if self.compares_costs:
@@ -305,7 +307,7 @@ class Replay:
         if progress.first_token is not None:
             self._place()
 
-    def prefill_ended(self, worker: PrefillWorker, ended: SequenceEnded) -> None:
+    def prefill_ended(self, worker: SimPrefillWorker, ended: SequenceEnded) -> None:
         job = self._job(ended.sequence)
         self._end(job)
 
@@ -314,7 +316,7 @@ class Replay:
 
     # Hand-overs.
 
-    def _offer(self, job: _Job) -> None:
+    def _offer(self, job: _ReplayJob) -> None:
         """Offers the KV to the targets in order; parks it if none accepts."""
         link = self.shape.prefill.link
         _present(job.prefill).core.work(link.offer_s)
@@ -343,7 +345,7 @@ class Replay:
             else:
                 self._parked.append(job)
 
-    def _send(self, job: _Job) -> None:
+    def _send(self, job: _ReplayJob) -> None:
         """Sends the KV that is computed and not sent yet."""
         tokens, job.sent = max(0, job.computed - job.sent), max(job.sent, job.computed)
         link, last = self.shape.prefill.link, bool(job.times.prefilled_at)
@@ -353,7 +355,7 @@ class Replay:
         else:
             self._transmit(job, tokens, last)
 
-    def _transmit(self, job: _Job, tokens: int, last: bool) -> None:
+    def _transmit(self, job: _ReplayJob, tokens: int, last: bool) -> None:
         link, edge = self.shape.prefill.link, (_present(job.prefill).name, _present(job.decode).name)
         free_at = max(self._links.get(edge, 0.0), self.loop.now)
         free_at += tokens * self.shape.prefill.token_bytes / link.bytes_per_s
@@ -364,13 +366,13 @@ class Replay:
         else:
             self.loop.at(free_at, _present(job.decode).core.work, seconds)
 
-    def _receive(self, job: _Job, seconds: float) -> None:
+    def _receive(self, job: _ReplayJob, seconds: float) -> None:
         if seconds > 0.0:
             _present(job.decode).core.run(seconds, 0.0, lambda: self._received(job))
         else:
             self._received(job)
 
-    def _received(self, job: _Job) -> None:
+    def _received(self, job: _ReplayJob) -> None:
         decode, prefill = _present(job.decode), _present(job.prefill)
         edge, sequence = (prefill.name, decode.name), job.request.sequence_id
         if self._links.get(edge, 0.0) <= self.loop.now:
@@ -385,13 +387,13 @@ class Replay:
 
     # Decode workers report.
 
-    def running(self, worker: DecodeWorker, sequence: SequenceId) -> None:
+    def running(self, worker: SimDecodeWorker, sequence: SequenceId) -> None:
         job = self._job(sequence)
         job.times.running_at = self.loop.now
         if job.choice.on_decode:
             job.times.started_at = self.loop.now
 
-    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float, ended: list[SequenceId]) -> None:
+    def advanced(self, worker: SimDecodeWorker, run: StepRun, steps: int, now: float, ended: list[SequenceId]) -> None:
         gaps, front, first_at = self.measured.gaps, self.shape.decode.front, run.ends_at(1)
         rows, new = len(run.running), 0  # new sequences began with the run: their first gap includes their hand-over
         for sequence in run.running:
@@ -415,8 +417,8 @@ class Replay:
         if ended and self._parked:
             self._reassign()
 
-    def decoded(self, worker: DecodeWorker, tokens: Iterable[TokenEvent], ended: list[SequenceId]) -> None:
-        later: list[_Job] = []
+    def decoded(self, worker: SimDecodeWorker, tokens: Iterable[TokenEvent], ended: list[SequenceId]) -> None:
+        later: list[_ReplayJob] = []
         for event in tokens:
             job = self._job(event.sequence)
             if job.choice.stage is Stage.PREFILL:
@@ -435,7 +437,7 @@ class Replay:
             self._reassign()
         self._place()
 
-    def _report_load(self, worker: DecodeWorker) -> None:
+    def _report_load(self, worker: SimDecodeWorker) -> None:
         scheduler, known = worker.scheduler, worker.known
         cost = scheduler.prompt_cost if self.compares_costs else None
         preempted = scheduler.num_preempted if scheduler.preemptions else 0
@@ -443,13 +445,13 @@ class Replay:
         if last is None or free != last.blocks_free or preempted != last.preempted or cost != last.prompt_cost:
             known.load = _load(free, preempted, cost)
 
-    def _produced(self, job: _Job, tokens: int) -> None:
+    def _produced(self, job: _ReplayJob, tokens: int) -> None:
         known = job.choice.tokens
         known += [TOKEN] * (tokens - len(known))
         if job.choice.grows_at < len(known) < job.request.max_tokens:  # else it ends now
             self.dispatcher.hold(job.choice)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _ReplayJob) -> None:
         self._produced(job, job.request.max_tokens)
         self.dispatcher.finish(job.choice)
         del self._jobs[job.request.request_id]
@@ -457,7 +459,7 @@ class Replay:
 
     # Tokens on their way to the client.
 
-    def _first_token(self, job: _Job) -> None:
+    def _first_token(self, job: _ReplayJob) -> None:
         front, produced = self.shape.prefill.front, job.choice.next_index
         if not self._threads:  # the time back is part of `request_s`
             self.measured.front_busy_s += front.deliver_cpu_s(1, 1)
@@ -465,7 +467,7 @@ class Replay:
             return
         self._through(1, lambda: self._arrived(job, produced))
 
-    def _later_tokens(self, jobs: Sequence[_Job]) -> None:
+    def _later_tokens(self, jobs: Sequence[_ReplayJob]) -> None:
         """Tokens of one step; a gap counts at the client."""
         front = self.shape.decode.front
         produced = [(job, job.choice.next_index) for job in jobs]
@@ -491,7 +493,7 @@ class Replay:
 
         self._front.run(front.deliver_cpu_s(1, tokens), read)
 
-    def _arrived(self, job: _Job, produced: int) -> None:
+    def _arrived(self, job: _ReplayJob, produced: int) -> None:
         now, times = self.loop.now, job.times
         if not times.first_at:
             times.first_at = now
@@ -502,14 +504,14 @@ class Replay:
             times.last_at = now
             self._client_done(job)
 
-    def _client_done(self, job: _Job) -> None:
+    def _client_done(self, job: _ReplayJob) -> None:
         if self._threads:
             front = self.shape.prefill.front
             self._client.run(front.client_request_cpu_s / 2, lambda: self._answered(job))
         else:
             self._answered(job)
 
-    def _answered(self, job: _Job) -> None:
+    def _answered(self, job: _ReplayJob) -> None:
         if self._clients:
             self._send_next(job.client)
 

@@ -40,18 +40,18 @@ ROOM_SHARE = 4
 a run uses only at its end, and with fewer free ones they decide where requests go."""
 
 
-class Owner(Protocol):
+class WorkerOwner(Protocol):
     """What the workers report to."""
 
-    def began(self, worker: PrefillWorker, sequence: SequenceId) -> None: ...
+    def began(self, worker: SimPrefillWorker, sequence: SequenceId) -> None: ...
 
-    def progressed(self, worker: PrefillWorker, progress: Progress) -> None: ...
+    def progressed(self, worker: SimPrefillWorker, progress: Progress) -> None: ...
 
-    def prefill_ended(self, worker: PrefillWorker, ended: SequenceEnded) -> None: ...
+    def prefill_ended(self, worker: SimPrefillWorker, ended: SequenceEnded) -> None: ...
 
     def cached(self, name: str, events: KVCacheEvents) -> None: ...
 
-    def decoded(self, worker: DecodeWorker, tokens: Iterable[TokenEvent], ended: list[SequenceId]) -> None: ...
+    def decoded(self, worker: SimDecodeWorker, tokens: Iterable[TokenEvent], ended: list[SequenceId]) -> None: ...
 
     @property
     def decode_is_full(self) -> bool:
@@ -63,12 +63,12 @@ class Owner(Protocol):
         """Whether anything depends on the costs of steps as schedulers measure them: then they get each outcome."""
         ...
 
-    def advanced(self, worker: DecodeWorker, run: Run, steps: int, now: float, ended: list[SequenceId]) -> None:
+    def advanced(self, worker: SimDecodeWorker, run: StepRun, steps: int, now: float, ended: list[SequenceId]) -> None:
         """The sequences of a run have generated one token in each of its first `steps` steps. The last of these ended
         at `now`, and with it the sequences in `ended`."""
         ...
 
-    def running(self, worker: DecodeWorker, sequence: SequenceId) -> None: ...
+    def running(self, worker: SimDecodeWorker, sequence: SequenceId) -> None: ...
 
 
 class Core:
@@ -104,14 +104,14 @@ class Counts:
         self.steps, self.step_s, self.tokens = self.steps + steps, self.step_s + seconds, self.tokens + tokens
 
 
-class PrefillWorker:
+class SimPrefillWorker:
     """A prefill scheduler whose steps take their measured time. `known` is what the coordinator knows of it."""
 
     def __init__(
         self,
         known: Worker,
         loop: Loop,
-        owner: Owner,
+        owner: WorkerOwner,
         calibration: Calibration,
         layout: KVLayout,
         measured: Measured,
@@ -186,7 +186,7 @@ class PrefillWorker:
         self.wake()
 
 
-class Run:
+class StepRun:
     """Steps that are computed at once: `steps` of the sequences `running` from `began_at` on, whose contexts add up to
     some number in the first and to one more for each sequence in each later one. None ends before the last step."""
 
@@ -201,9 +201,9 @@ class Run:
         """Returns when step number `step`, from 1 on, ends; 0 is the beginning."""
         return self.began_at + step * self.first_s + self.more_s * step * (step - 1) / 2
 
-    def present(self, done: int) -> Run:
+    def present(self, done: int) -> StepRun:
         """Returns the step that is computed after `done` steps, as a run of its own."""
-        return Run(self.ends_at(done), self.first_s + done * self.more_s, self.more_s, self.running, 1)
+        return StepRun(self.ends_at(done), self.first_s + done * self.more_s, self.more_s, self.running, 1)
 
     def ended_by(self, now: float) -> int:
         """Returns how many steps have ended at `now`."""
@@ -221,7 +221,7 @@ class Run:
         return count
 
 
-class DecodeWorker:
+class SimDecodeWorker:
     """A decode scheduler whose steps take their measured time, alone or as a run of steps that are computed at once.
     `known` is what the coordinator knows of it."""
 
@@ -229,7 +229,7 @@ class DecodeWorker:
         self,
         known: Worker,
         loop: Loop,
-        owner: Owner,
+        owner: WorkerOwner,
         calibration: Calibration,
         layout: KVLayout,
         measured: Measured,
@@ -257,7 +257,7 @@ class DecodeWorker:
         self.counts = Counts()
         self._at_once = at_once and not self.core.shared
         self._busy = False
-        self._run: Run | None = None
+        self._run: StepRun | None = None
         self._leave = kind.blocks // ROOM_SHARE
         self._spare, self._reserved = self._leave // 2, 0
         self._new: set[SequenceId] = set()
@@ -359,13 +359,13 @@ class DecodeWorker:
         rows, costs = len(plain.running), self.costs
         first_s, more_s = costs.plain_s(rows, plain.context) + costs.idle_s, costs.context_s * rows
         self._reserved = 0
-        self._run_from(Run(now, first_s, more_s, plain.running, plain.steps))
+        self._run_from(StepRun(now, first_s, more_s, plain.running, plain.steps))
         if self._new:
             for name in [s for s in self._new if self.scheduler.sequences[s].state is State.RUNNING]:
                 self._new.discard(name)
                 self._owner.running(self, name)
 
-    def _run_from(self, run: Run) -> None:
+    def _run_from(self, run: StepRun) -> None:
         self._run = run
         run.timer = self._loop.at(max(run.ends_at(run.steps), self._loop.now), self._run_ended)  # rounding
 
@@ -376,7 +376,7 @@ class DecodeWorker:
         self._advance(run, run.steps)
         self.wake()
 
-    def _advance(self, run: Run, steps: int) -> None:
+    def _advance(self, run: StepRun, steps: int) -> None:
         """Does the first `steps` steps of a run."""
         if not steps:
             return

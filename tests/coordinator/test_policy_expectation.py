@@ -16,7 +16,7 @@ from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
 from decode.speculation.step_cost import StepCost, StepModel
 from sim.client import Behaviour
-from sim.cluster import Cluster, ClusterOptions, PoolOptions
+from sim.cluster import SimCluster, SimClusterOptions, SimPoolOptions
 from sim.costs import RandomCosts
 from sim.worker import Timeouts
 from tests.support.builders import add_worker
@@ -120,13 +120,13 @@ def flooded(expectation: OutputExpectation | None, count: int = 120) -> Overload
     """Runs requests for up to 2,000 tokens, whose answers have 200 on average, on a decode worker with room for
     about sixteen whole sequences of average length."""
     draw = random.Random(4)
-    pool = PoolOptions(
+    pool = SimPoolOptions(
         blocks=256, block_size=16, max_running=64, prefix_cache=False, step_model=lambda: StepModel(COSTS)
     )
-    prefill = PoolOptions(blocks=1 << 14, block_size=16, step_tokens=1 << 20, prefix_cache=False)
+    prefill = SimPoolOptions(blocks=1 << 14, block_size=16, step_tokens=1 << 20, prefix_cache=False)
     costs = Overload(draw)
-    cluster = Cluster(
-        ClusterOptions(prefill, pool),
+    cluster = SimCluster(
+        SimClusterOptions(prefill, pool),
         seed=1,
         costs=costs,
         engine=lambda *_: ConstantModel(),

@@ -8,7 +8,7 @@ import sys
 
 from baton.core.request import GenerateRequest, SamplingParams
 from sim.client import Behaviour
-from sim.cluster import Cluster, ClusterOptions, PoolOptions
+from sim.cluster import SimCluster, SimClusterOptions, SimPoolOptions
 from sim.worker import Timeouts
 from tests.support.constant_model import ConstantModel
 
@@ -28,7 +28,7 @@ def requests(count: int, seed: int) -> list[GenerateRequest]:
     ]
 
 
-def run(cluster: Cluster, count: int) -> None:
+def run(cluster: SimCluster, count: int) -> None:
     cluster.run(600.0, lambda: not cluster.running)
     assert len(cluster.clients) == count
     cluster.run(cluster.loop.now + 1.0)
@@ -36,8 +36,8 @@ def run(cluster: Cluster, count: int) -> None:
 
 
 def test_every_choice_has_the_tokens_of_the_model_and_nothing_is_computed_twice() -> None:
-    options = ClusterOptions(PoolOptions(2), PoolOptions(2, tensor_parallel=2, drafts="model", draft_tokens=2))
-    cluster = Cluster(options, seed=1)
+    options = SimClusterOptions(SimPoolOptions(2), SimPoolOptions(2, tensor_parallel=2, drafts="model", draft_tokens=2))
+    cluster = SimCluster(options, seed=1)
     for i, request in enumerate(requests(40, 1)):
         cluster.send(request, at_s=i * 0.02, behaviour=Behaviour(choices=1 + (i % 4 == 0)))
     run(cluster, 40)  # the clients compare every token
@@ -48,8 +48,8 @@ def test_every_choice_has_the_tokens_of_the_model_and_nothing_is_computed_twice(
 
 
 def test_a_model_without_kv_serves_runs_of_which_only_the_times_matter() -> None:
-    options = ClusterOptions(PoolOptions(4), PoolOptions(4))
-    cluster = Cluster(
+    options = SimClusterOptions(SimPoolOptions(4), SimPoolOptions(4))
+    cluster = SimCluster(
         options,
         seed=1,
         engine=lambda *_: ConstantModel(),

@@ -12,7 +12,7 @@ from baton.core.request import GenerateRequest
 from sim.scale.members import ClusterShape
 from sim.scale.replay import Replay
 from sim.scale.results import Outcome
-from sim.scale.workers import DecodeWorker
+from sim.scale.workers import SimDecodeWorker
 from sim.stats import Slo
 from sim.trace import TRACE_BLOCK, TraceRow
 from tests.support.scale import even, shape
@@ -87,14 +87,14 @@ def test_cached_prefixes_stay() -> None:
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Decode workers whose names are in this set refuse KV."""
-    names, reserve = set[str](), DecodeWorker.reserve
+    names, reserve = set[str](), SimDecodeWorker.reserve
 
-    def refuse(worker: DecodeWorker, request: GenerateRequest) -> int:
+    def refuse(worker: SimDecodeWorker, request: GenerateRequest) -> int:
         if worker.name in names:
             raise Unavailable("no blocks are free")
         return reserve(worker, request)
 
-    monkeypatch.setattr(DecodeWorker, "reserve", refuse)
+    monkeypatch.setattr(SimDecodeWorker, "reserve", refuse)
     return names
 
 

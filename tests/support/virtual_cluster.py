@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from baton.core.request import GenerateRequest
 from coordinator.policy.choice import Choice
-from sim.client import Client, Outcome
-from sim.cluster import Cluster, ClusterOptions, PoolOptions
-from sim.coordinator import CoordinatorOptions
+from sim.client import ChoiceOutcome, SimClient
+from sim.cluster import SimCluster, SimClusterOptions, SimPoolOptions
+from sim.coordinator import SimCoordinatorOptions
 
 
 def make_requests(count: int, seed: int) -> list[GenerateRequest]:
@@ -26,13 +26,13 @@ def make_requests(count: int, seed: int) -> list[GenerateRequest]:
     ]
 
 
-def make_cluster(seed: int, *, kill_every_s: float = 0.0) -> Cluster:
+def make_cluster(seed: int, *, kill_every_s: float = 0.0) -> SimCluster:
     """Two prefill and two decode workers of two ranks. With `kill_every_s` one of them is killed that often."""
-    pool = PoolOptions(2)
-    options = ClusterOptions(
-        pool, PoolOptions(2, tensor_parallel=2), CoordinatorOptions(max_queued_requests=1 << 20, hold_s=60.0)
+    pool = SimPoolOptions(2)
+    options = SimClusterOptions(
+        pool, SimPoolOptions(2, tensor_parallel=2), SimCoordinatorOptions(max_queued_requests=1 << 20, hold_s=60.0)
     )
-    cluster = Cluster(options, seed)
+    cluster = SimCluster(options, seed)
 
     def kill() -> None:
         if cluster.running:
@@ -44,12 +44,14 @@ def make_cluster(seed: int, *, kill_every_s: float = 0.0) -> Cluster:
     return cluster
 
 
-def send_all(cluster: Cluster, requests: Sequence[GenerateRequest], *, at_s: float = 0.0, every_s: float = 0.0) -> None:
+def send_all(
+    cluster: SimCluster, requests: Sequence[GenerateRequest], *, at_s: float = 0.0, every_s: float = 0.0
+) -> None:
     for index, request in enumerate(requests):
         cluster.send(request, at_s + index * every_s)
 
 
-def run(cluster: Cluster, count: int, limit_s: float = 10_000.0) -> None:
+def run(cluster: SimCluster, count: int, limit_s: float = 10_000.0) -> None:
     """Runs until `count` requests have ended, and checks that no state of them is left anywhere."""
     cluster.run(limit_s, lambda: not cluster.running)
     assert len(cluster.clients) == count and not cluster.running, f"no end: {cluster.coordinator.requests!r}"
@@ -57,12 +59,12 @@ def run(cluster: Cluster, count: int, limit_s: float = 10_000.0) -> None:
     cluster.check_settled()
 
 
-def outcome(client: Client) -> Outcome:
+def outcome(client: SimClient) -> ChoiceOutcome:
     (only,) = client.outcomes
     return only
 
 
-def policy_request(client: Client) -> Choice:
+def policy_request(client: SimClient) -> Choice:
     """The coordinator's state of a request with one choice."""
     (choice,) = client.choices
     assert choice is not None
