@@ -15,8 +15,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import InvariantError
 from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParams
+from coordinator.policy.codes import PlacementCode
 from coordinator.policy.losses import MAX_TOKENS
 from coordinator.policy.split import Split
 from sim.client import RETRY_S, Behaviour
@@ -40,16 +42,16 @@ PROBE_S = 20.0
 """For a request to a cluster without faults."""
 CHECK_EVERY = 150
 """Events between two checks of all books."""
-ALLOWED_CODES = frozenset(
+ALLOWED_CODES: frozenset[str] = frozenset(
     {
-        "deadline_exceeded",
-        "would_exceed_deadline",
-        "worker_lost",
-        "kv_corrupt",
-        "no_prefill_worker",
-        "no_decode_worker",
-        "overloaded",
-        "retry_budget_exhausted",
+        ErrorCode.DEADLINE_EXCEEDED,
+        PlacementCode.WOULD_EXCEED_DEADLINE,
+        ErrorCode.WORKER_LOST,
+        ErrorCode.KV_CORRUPT,
+        PlacementCode.NO_PREFILL_WORKER,
+        PlacementCode.NO_DECODE_WORKER,
+        ErrorCode.OVERLOADED,
+        PlacementCode.RETRY_BUDGET_EXHAUSTED,
     }
 )
 """Errors that a client may receive under faults. All others are bugs: an internal error, tokens that differ."""

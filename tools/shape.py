@@ -5,7 +5,7 @@ filler words as names, decision records, benchmark files.
 
     python tools/shape.py [--json]
 
-Product code is `baton` without generated files, the tiers and `launch`.
+Product code is `baton` without generated files, the tiers, `launch` and `sim`, on which `launch` depends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.core.codes import ErrorCode
 from coordinator.policy.codes import PlacementCode
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("baton", "batches", "prefill", "decode", "coordinator", "launch")
+PACKAGES = ("baton", "batches", "prefill", "decode", "coordinator", "launch", "sim")
 WORKERS = ("baton/", "prefill/", "decode/")
 GENERATED = "baton/v1/"
 LONG = 600
