@@ -306,7 +306,7 @@ class SimCluster:
     # Invariants.
 
     def check(self) -> None:
-        """Raises InvariantError if the books of any process do not balance."""
+        """Raises InvariantError if an invariant of any process is violated: what it counts is not what it holds."""
         if self.coordinator.alive:
             self.coordinator.requests.check()
         for worker in self.workers.values():

@@ -41,7 +41,7 @@ QUIET_S = 60.0
 PROBE_S = 20.0
 """For a request to a cluster without faults."""
 CHECK_EVERY = 150
-"""Events between two checks of all books."""
+"""Events between two checks of all invariants."""
 ALLOWED_CODES: frozenset[str] = frozenset(
     {
         ErrorCode.DEADLINE_EXCEEDED,
