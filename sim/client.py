@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Protocol
 
 from baton.core.errors import BatonError, InvariantError, Unavailable
@@ -33,21 +34,35 @@ class Behaviour:
     tries: int = 20
 
 
+class ChoiceEnd(StrEnum):
+    """How a choice ended for its client."""
+
+    RUNS = ""
+    STOP = "stop"
+    LENGTH = "length"
+    STOP_STRING = "stop string"
+    ERROR = "error"
+    """With a code."""
+    LEFT = "left"
+    """The client disconnected."""
+    CUT = "cut"
+    """The coordinator died."""
+
+
 @dataclass(slots=True)
 class ChoiceOutcome:
-    """What a client received of one choice. `ended` is set once: "stop" or "length", "stop string", "error" with a
-    code, "left" (the client disconnected) or "cut" (the coordinator died)."""
+    """What a client received of one choice. `ended` is set once."""
 
     tokens: list[int] = field(default_factory=list)
-    ended: str = ""
+    ended: ChoiceEnd = ChoiceEnd.RUNS
     code: str = ""
     message: str = ""
     ended_at: float = 0.0
     first_token_at: float = 0.0
 
-    def end(self, ended: str, now: float, error: BatonError | None = None) -> None:
+    def end(self, ended: ChoiceEnd, now: float, error: BatonError | None = None) -> None:
         if self.ended:
-            raise InvariantError(f"a choice that ended with {self.ended!r} ends again with {ended!r}")
+            raise InvariantError(f"a choice that ended with '{self.ended}' ends again with '{ended}'")
         self.ended, self.ended_at = ended, now
         if error is not None:
             self.code, self.message = error.code, error.message
@@ -101,7 +116,7 @@ class SimClient:
         if self._over:
             return
         if self.admitted:
-            self._end_all("cut", None)
+            self._end_all(ChoiceEnd.CUT, None)
         elif self._waits:
             self._waits = False
             self._refused(Unavailable("the connection was reset"))
@@ -111,16 +126,16 @@ class SimClient:
         if self._over:
             return
         if self.admitted:
-            self._coordinator.receives(self._end_all, "left", None)
+            self._coordinator.receives(self._end_all, ChoiceEnd.LEFT, None)
         else:
-            self._end_all("left", None)
+            self._end_all(ChoiceEnd.LEFT, None)
 
     def _refused(self, error: BatonError) -> None:
         self._left -= 1
         if self._left > 0 and isinstance(error, Unavailable):
             self._loop.later(RETRY_S, self.send)
         else:
-            self._end_all("error", error)
+            self._end_all(ChoiceEnd.ERROR, error)
 
     def _admit(self, coordinator: SimCoordinator) -> None:
         self._waits = False
@@ -157,7 +172,7 @@ class SimClient:
                 try:
                     admitted, actions = coordinator.requests.admit(other, coordinator.now)
                 except BatonError as e:
-                    self._end_all("error", e)
+                    self._end_all(ChoiceEnd.ERROR, e)
                     return
                 self._add(index, admitted)
                 coordinator.execute(actions)
@@ -167,14 +182,14 @@ class SimClient:
     def choice_over(self, error: BatonError | None) -> None:
         """If one choice fails, all end."""
         if error is not None:
-            self._end_all("error", error)
+            self._end_all(ChoiceEnd.ERROR, error)
         elif all(outcome.ended for outcome in self.outcomes):
             self._forget()
 
     def left(self) -> None:
-        self._end_all("left", None)
+        self._end_all(ChoiceEnd.LEFT, None)
 
-    def _end_all(self, ended: str, error: BatonError | None) -> None:
+    def _end_all(self, ended: ChoiceEnd, error: BatonError | None) -> None:
         if self._over:
             return
         for outcome in self.outcomes:
@@ -240,7 +255,7 @@ class _ChoiceReader:
 
     def _late(self) -> None:
         if not self._closed and not self._outcome.ended and self.request.error is None:
-            self._end("error", self.request.late())
+            self._end(ChoiceEnd.ERROR, self.request.late())
 
     def _read(self) -> None:
         self._reading = False
@@ -249,7 +264,7 @@ class _ChoiceReader:
             return
         if r.awaits_prompt_logprobs and not outcome.tokens:
             if r.error is not None:
-                self._end("error", r.error)
+                self._end(ChoiceEnd.ERROR, r.error)
             return
         read = len(outcome.tokens)
         fresh = r.tokens[read:]
@@ -262,13 +277,13 @@ class _ChoiceReader:
         if behaviour.leaves_after_tokens is not None and count >= behaviour.leaves_after_tokens:
             client.left()
         elif behaviour.stop_after is not None and count >= behaviour.stop_after:
-            self._end("stop string")
+            self._end(ChoiceEnd.STOP_STRING)
         elif r.finish is not None:
-            self._end(r.finish)
+            self._end(ChoiceEnd(r.finish))
         elif r.error is not None:
-            self._end("error", r.error)
+            self._end(ChoiceEnd.ERROR, r.error)
 
-    def _end(self, ended: str, error: BatonError | None = None) -> None:
+    def _end(self, ended: ChoiceEnd, error: BatonError | None = None) -> None:
         self._outcome.end(ended, self._client.loop.now, error)
         coordinator = self._client.coordinator
         coordinator.execute(coordinator.requests.end(self.request, ended, coordinator.now, answered=error is None))

@@ -37,7 +37,7 @@ from sim.loop import Loop, Trace
 from sim.network import Network, NetworkFaults, NetworkProcess
 from sim.prefill import PrefillTier
 from sim.process import Clock
-from sim.worker import DRAINED, ChunkFaults, SimWorker, Timeouts
+from sim.worker import ChunkFaults, SimWorker, Timeouts
 
 LAYERS = (LayerKV(2, 8, "float32"), LayerKV(2, 8, "float32"))
 
@@ -206,7 +206,7 @@ class SimCluster:
 
     def worker_exited(self, worker: SimWorker, why: str) -> None:
         self.loop.note("exit", worker, why)
-        if worker.alive and why == DRAINED and worker.next_role is not None:
+        if worker.alive and worker.drained and worker.next_role is not None:
             self.flips += 1
             worker.tier.scheduler.check_idle()
             worker.die()

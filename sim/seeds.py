@@ -21,7 +21,7 @@ from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParam
 from coordinator.policy.codes import PlacementCode
 from coordinator.policy.losses import MAX_TOKENS
 from coordinator.policy.split import Split
-from sim.client import RETRY_S, Behaviour
+from sim.client import RETRY_S, Behaviour, ChoiceEnd
 from sim.cluster import LAYERS, SimCluster, SimClusterOptions, SimPoolOptions
 from sim.coordinator import SimCoordinatorOptions
 from sim.costs import RandomCosts
@@ -141,7 +141,7 @@ def _probe(cluster: SimCluster) -> None:
         cluster.send(request, cluster.loop.now)
     cluster.run(cluster.loop.now + PROBE_S, lambda: not cluster.running)
     for client in cluster.clients[first:]:
-        if client.outcomes[0].ended not in ("stop", "length"):
+        if client.outcomes[0].ended not in (ChoiceEnd.STOP, ChoiceEnd.LENGTH):
             raise InvariantError(f"{client.request.request_id} did not finish: {client.outcomes[0]}")
 
 
@@ -161,7 +161,7 @@ def _check_outcomes(cluster: SimCluster) -> None:
         for outcome in client.outcomes:
             if not outcome.ended:
                 raise InvariantError(f"a choice of {client.request.request_id} has no end")
-            if outcome.ended == "error" and outcome.code not in ALLOWED_CODES:
+            if outcome.ended is ChoiceEnd.ERROR and outcome.code not in ALLOWED_CODES:
                 raise InvariantError(f"{client.request.request_id} ended with {outcome.code}: {outcome.message}")
 
 

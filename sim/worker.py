@@ -159,7 +159,7 @@ class SimWorker(NetworkProcess):
         self._redial_s, self._dialled_at = 0.1, self.now
         self._silence_ended = self._silence_abandoned = -1.0
         self._leaves_by: float | None = None
-        self._empty = False
+        self.drained = False
         self._ends = False  # drained without a next role
         # The step thread.
         self._depth = 2 if plan_ahead else 1
@@ -315,7 +315,7 @@ class SimWorker(NetworkProcess):
         if self.next_role is not None and self.tier.load().sequences:
             self.later(DRAIN_CHECK_S, self._idle_step)
             return
-        self._empty, self._ends = True, self.next_role is None
+        self.drained, self._ends = True, self.next_role is None
         if self.connected and self._end is not None:
             self._end.send(Drained())
         self.later(DRAINED_ACK_S, self._exit, DRAINED)
@@ -351,7 +351,7 @@ class SimWorker(NetworkProcess):
         if isinstance(welcome, BatonError):
             end.close("refused")
             if isinstance(welcome, JoinRefused):
-                self._exit(DRAINED if self._empty else f"join refused: {welcome.message}")
+                self._exit(DRAINED if self.drained else f"join refused: {welcome.message}")
             else:
                 self._redial()
             return
@@ -377,7 +377,7 @@ class SimWorker(NetworkProcess):
         end.send(reconciled.resend)
         if reconciled.unknown:
             end.send(StepEvents(ended=reconciled.unknown))
-        if self._empty:
+        if self.drained:
             end.send(Drained())
         self._beat(end, 1)
 
@@ -396,7 +396,7 @@ class SimWorker(NetworkProcess):
 
     def _session_ended(self, reason: str) -> None:
         self.connected, self._end = False, None
-        if self._empty:
+        if self.drained:
             self._exit(DRAINED)
         else:
             self._redial()
