@@ -26,7 +26,7 @@ from baton.core.handover import (
     Offer,
     Ping,
 )
-from baton.core.liveness import LINK_SILENCE_S
+from baton.core.liveness import LEASE_CHECK_S, LINK_SILENCE_S, MAX_READ_GAP_S, ListeningClock
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.core.step import StepOutcome, StepPlan
@@ -216,17 +216,18 @@ class SimReceivingLink:
         self._receiver, self._tier, self._worker = receiver, receiver.tier, receiver.tier.worker
         self._end = end
         self._taking: dict[EdgeKey, tuple[Chunk, Part, SimEdge, Timer]] = {}  # the chunk that each edge receives
-        self._last_at = self._worker.now
+        self._clock = ListeningClock(self._worker.now, MAX_READ_GAP_S)
+        self._reads, self._seen, self._since = 0, -1, 0.0  # messages received, those at `_since`, and that time
         end.on_message, end.on_end = self._on, self._ended
         if self._worker.world.timeouts.watched:
-            self._worker.later(LINK_SILENCE_S, self._watch)
+            self._worker.later(LEASE_CHECK_S, self._watch)
 
     def send(self, message: FromDecode) -> None:
         self._end.send(message)
 
     def _on(self, message: Any) -> None:
         worker, machine = self._worker, self._tier.hand_overs
-        self._last_at = worker.now
+        self._reads += 1
         match message:
             case Ping():
                 self.send(message)
@@ -312,12 +313,14 @@ class SimReceivingLink:
     def _watch(self) -> None:
         if not self._end.open:
             return
-        silent_s = self._worker.now - self._last_at
-        if silent_s >= LINK_SILENCE_S:
+        now = self._clock.advance(self._worker.now)
+        if self._reads != self._seen:
+            self._since, self._seen = now, self._reads
+        elif now - self._since >= LINK_SILENCE_S:
             self._end.close("silent")
             self._ended(f"{self.peer.worker_id} was silent for {LINK_SILENCE_S:g} s")
-        else:
-            self._worker.later(LINK_SILENCE_S - silent_s, self._watch)
+            return
+        self._worker.later(LEASE_CHECK_S, self._watch)
 
     def _ended(self, reason: str) -> None:
         del self._receiver.by_end[self._end]
