@@ -70,7 +70,7 @@ async def test_a_violated_invariant_in_a_session_ends_the_coordinator(monkeypatc
         reader = b.submit(max_tokens=1)
         p, _, s = await wait_for_dispatch(b)
 
-        def broken(*_: object) -> None:
+        def broken(*_: object, **__: object) -> None:
             raise InvariantError("a counter is wrong")
 
         monkeypatch.setattr(b.cluster.requests, "on_events", broken)
@@ -92,7 +92,7 @@ async def test_a_violated_invariant_in_a_client_s_task_ends_the_coordinator(
         reader = b.submit(max_tokens=1)
         await wait_for_dispatch(b)
 
-        def broken(*_: object) -> None:
+        def broken(*_: object, **__: object) -> None:
             raise InvariantError("a counter is wrong")
 
         monkeypatch.setattr(b.cluster.requests, call, broken)
@@ -119,7 +119,7 @@ async def test_a_violated_invariant_in_what_workers_and_operators_call_ends_the_
     cluster = Cluster(3.0, 10, 1000)
     queue = cluster.join(make_join("p0"), "peer")
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise InvariantError("a counter is wrong")
 
     for owner, name in ((cluster.requests, "worker_joined"), (cluster.requests, "tick")):

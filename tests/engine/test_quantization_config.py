@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.core import quantization_config
 from baton.core.errors import StartupError
+from baton.models import quantization_config
 from baton.models.quantization_config import Scheme, parse_quantization_config
 from tests.support.quantized import compressed
 
