@@ -87,13 +87,12 @@ def make_parser(
             parser = GlmParser(functions)
         case "deepseek_v3" | "deepseek_v31":
             parser = DeepSeekParser()
-    if form == "harmony":
-        parser = HarmonyParser(calls=bool(functions)) if thinks or functions else None
+    harmony = form == "harmony"  # it reads reasoning by itself
+    if harmony and (thinks or functions):
+        parser = HarmonyParser(calls=bool(functions))
     if parser is not None:
         parser.one_call = one_call
-    if form == "harmony":
-        return parser
-    return ThinkParser(parser, thinking) if thinks else parser
+    return ThinkParser(parser, thinking) if thinks and not harmony else parser
 
 
 class HarmonyParser(Parser):
