@@ -168,16 +168,20 @@ def test_rank_without_heartbeats_is_killed(agent: Any, tmp_path: Path) -> None:
     words = [sys.executable, "-P", "-c", hasty, "-m", "the_rank"]
     path = f"{ROOT}{os.pathsep}{tmp_path}"
     made = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not children(made.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    (rank,) = children(made.pid)
-    time.sleep(4.0)
-    assert made.poll() is None, "it beats"
-    os.kill(rank, signal.SIGSTOP)
-    _, output = made.communicate(timeout=60)
-    assert made.returncode == 128 + signal.SIGKILL and "hung: no heartbeat for 2 s" in output
+    try:
+        deadline = time.monotonic() + 60
+        while not children(made.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (rank,) = children(made.pid)
+        time.sleep(4.0)
+        assert made.poll() is None, "it beats"
+        os.kill(rank, signal.SIGSTOP)
+        _, output = made.communicate(timeout=60)
+        assert made.returncode == 128 + signal.SIGKILL and "hung: no heartbeat for 2 s" in output
+    finally:  # the watch may be what failed
+        for pid in (*children(made.pid), made.pid) if made.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
 
 
 DRAINS = """

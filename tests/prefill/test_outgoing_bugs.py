@@ -45,34 +45,22 @@ async def test_invariant_error_in_a_hand_over_ends_the_worker(
         decode.compute()
 
 
-async def test_a_violated_invariant_in_the_actions_of_an_abort_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(Link, "abort"), (sender, "EdgeSent")])
+async def test_a_violated_invariant_in_or_after_an_abort_ends_the_worker(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its actions, or in a chunk: one that was announced is sent to its end, and nothing awaits it any more."""
     async with pair() as (source, [decode]):
         gate = Gate(monkeypatch, "announce", "before")
         request = make_request("r", 10, max_tokens=4)
         source.submit(request, decode)
         source.compute()
         await asyncio.wait_for(gate.reached.wait(), 30)
-        real = Link.abort
-        monkeypatch.setattr(Link, "abort", broken)
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, broken)
         source.abort(request.sequence_id)
         gate.opened.set()
         assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 30) is BUG
-        monkeypatch.setattr(Link, "abort", real)
-        decode.abort(request.sequence_id)
-        decode.compute()
-
-
-async def test_a_violated_invariant_in_a_chunk_after_an_abort_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that was announced is sent to its end, and nothing awaits it any more."""
-    async with pair() as (source, [decode]):
-        gate = Gate(monkeypatch, "announce", "before")
-        request = make_request("r", 10, max_tokens=4)
-        source.submit(request, decode)
-        source.compute()
-        await asyncio.wait_for(gate.reached.wait(), 30)
-        monkeypatch.setattr(sender, "EdgeSent", broken)
-        source.abort(request.sequence_id)
-        gate.opened.set()
-        assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 30) is BUG
+        monkeypatch.setattr(owner, name, real)
         decode.abort(request.sequence_id)
         decode.compute()
